@@ -23,7 +23,10 @@ _HOME = {
     "Client": "semel.serving",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "Client", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "Pointers", "Predictor", "Projection",
+    "RequestBatch", "RequestRows", "Trainer", "__version__",
+]
 
 if TYPE_CHECKING:
     from semel.batch import Jagged, JaggedTable, Pointers, RequestBatch, RequestRows

@@ -45,7 +45,7 @@ def _to_numpy(array: Array) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Jagged:
-    """Rows of different lengths. ``values``: [sum(lengths), ...]; ``offsets``: [rows + 1] int64, ``offsets[0] == 0``."""
+    """Rows of different lengths. ``values``: [sum(lengths), ...]; ``offsets``: [rows + 1] int64 from 0."""
 
     values: Array
     offsets: Array
@@ -153,8 +153,8 @@ class JaggedTable:
 class Pointers:
     """The histories that requests saw: ``user_id`` [P] int64 or strings, ``as_of`` [P] and ``version`` [P] int64.
 
-    A pointer sees its user's events with ``event_time < as_of`` (microseconds) and ``version <= version``. ``as_of`` and
-    ``version`` may be scalars. Raises ValueError for unequal lengths or ids that are neither integers nor strings.
+    A pointer sees its user's events with ``event_time < as_of`` (microseconds) and ``version <= version``.
+    ``as_of`` and ``version`` may be scalars. Raises ValueError for unequal lengths or ids that are neither integers nor strings.
     """
 
     user_id: np.ndarray
@@ -325,7 +325,8 @@ def _check_offsets(offsets: Array, values: int, where: str) -> None:
     if _is_tensor(offsets) and offsets.device.type != "cpu":
         return  # reading them would stall the device; they were checked where they were built
     if int(offsets[0]) != 0 or int(offsets[-1]) != values:
-        raise ValueError(f"{where}: offsets run from {int(offsets[0])} to {int(offsets[-1])}, values have {values} rows")
+        first, last = int(offsets[0]), int(offsets[-1])
+        raise ValueError(f"{where}: offsets run from {first} to {last}, values have {values} rows")
 
 
 def register_pytrees() -> None:
