@@ -154,7 +154,8 @@ class Pointers:
     """The histories that requests saw: ``user_id`` [P] int64 or strings, ``as_of`` [P] and ``version`` [P] int64.
 
     A pointer sees its user's events with ``event_time < as_of`` (microseconds) and ``version <= version``.
-    ``as_of`` and ``version`` may be scalars. Raises ValueError for unequal lengths or ids that are neither integers nor strings.
+    ``as_of`` and ``version`` may be scalars. Raises ValueError for unequal lengths or ids that are neither integers
+    nor strings.
     """
 
     user_id: np.ndarray
