@@ -1,0 +1,26 @@
+"""Check what ``semel demo --quick --json > demo.json`` left in a folder: one JSON object with the promised keys."""
+
+import json
+import sys
+from pathlib import Path
+
+KEYS = {"stored", "computed", "waited", "embedded", "planned", "quality", "served", "replay", "seconds"}
+
+
+def check(folder: Path) -> None:
+    result = json.loads((folder / "demo.json").read_text())
+    missing = KEYS - set(result)
+    assert not missing, f"the demo's JSON lacks {sorted(missing)}"
+    assert 0 < result["served"]["p50_ms"] <= result["served"]["p99_ms"], result["served"]
+    replay = result["replay"]
+    assert replay["requests"] > 0, replay
+    assert replay["histories_equal"] is True, replay
+    assert replay["max_difference"] <= 1e-5, replay
+    report = next(folder.rglob("report.html"))
+    assert report.stat().st_size > 100_000, f"{report} is too small to hold its plots"
+    print(f"demo: {result['seconds']:.0f} s, p50 {result['served']['p50_ms']:.1f} ms, "
+          f"{replay['requests']} requests replayed, max difference {replay['max_difference']:g}")
+
+
+if __name__ == "__main__":
+    check(Path(sys.argv[1]))

@@ -1,0 +1,40 @@
+# Works with GNU make 3.81, which is what macOS carries.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test lint types clean
+
+help:
+	@echo "make demo    set up $(VENV) and run the whole loop on MovieLens-1M"
+	@echo "make test    set up $(VENV), then lint, types and tests"
+	@echo "make clean   remove $(VENV), caches and the folder of the demo"
+
+demo: $(VENV)/installed
+	$(BIN)/semel demo
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/installed-dev
+	$(BIN)/mypy
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Semel needs Python 3.11 or newer; $(PYTHON) is %d.%d: make PYTHON=python3.12" % v[:2] or 0)'
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp for each kind of installation: a second run finds it and starts at once.
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[dev]'
+	@touch $@ $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info semel-demo
+	find semel tests -name __pycache__ -type d -prune -exec rm -rf {} +
