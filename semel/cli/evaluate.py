@@ -1,0 +1,3 @@
+"""x"""
+def evaluate() -> None:
+    """x"""

@@ -1,0 +1,3 @@
+"""x"""
+def replay() -> None:
+    """x"""
