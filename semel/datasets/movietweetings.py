@@ -1,4 +1,4 @@
-"""MovieTweetings: ratings (0 to 10) that people tweeted; ``::`` separated ``ratings.dat``, ``movies.dat``, ``users.dat``.
+"""MovieTweetings: ratings (0 to 10) that people tweeted; `ratings.dat`, `movies.dat`, `users.dat`, separated by `::`.
 
 Items are IMDb numbers with leading zeros there. They become int64, which is smaller and loses nothing:
 ``f"tt{item_id:07d}"`` is the IMDb id.
