@@ -1,0 +1,45 @@
+"""Serving: a predictor in process, an HTTP server around it, a client, and the replay that checks what was served.
+
+Names are imported when first asked for, so that a client pays neither for torch nor for a web framework.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "Client": "semel.serving.client",
+    "InvalidRequest": "semel.serving.errors",
+    "NonFiniteScore": "semel.serving.errors",
+    "Overloaded": "semel.serving.errors",
+    "Pointer": "semel.serving.results",
+    "Predictor": "semel.serving.predictor",
+    "RankResult": "semel.serving.results",
+    "ReplayReport": "semel.serving.replays",
+    "ScoredItem": "semel.serving.results",
+    "ServerError": "semel.serving.client",
+    "create_app": "semel.serving.server",
+    "replay": "semel.serving.replays",
+    "run_server": "semel.serving.process",
+}
+
+__all__ = [
+    "Client", "InvalidRequest", "NonFiniteScore", "Overloaded", "Pointer", "Predictor", "RankResult", "ReplayReport",
+    "ScoredItem", "ServerError", "create_app", "replay", "run_server",
+]
+
+if TYPE_CHECKING:
+    from semel.serving.client import Client, ServerError
+    from semel.serving.errors import InvalidRequest, NonFiniteScore, Overloaded
+    from semel.serving.predictor import Predictor
+    from semel.serving.process import run_server
+    from semel.serving.replays import ReplayReport, replay
+    from semel.serving.results import Pointer, RankResult, ScoredItem
+    from semel.serving.server import create_app
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'semel.serving' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,206 @@
+"""Replay: what was served, computed again from pointers, and compared bit for bit (promise 8)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from semel.serving.scoring import on_path, score
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from semel.batch import RequestRows
+    from semel.models import ModelArtifact
+
+OUTCOME_WINDOW_US = 7 * 24 * 3600 * 1_000_000
+TOLERANCE = 1e-5
+"""Promise 8: of the output's scale, where a batch cannot be put together as it was served."""
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What a replay found. Counts are of requests unless they say otherwise.
+
+    ``histories_equal``: the checksum is the logged one; ``histories_erased``: deletion or retention changed what can
+    be read, and the read's status says so. ``bit_equal``: every score has the logged bits; ``max_difference``: the
+    largest absolute difference of a score; ``max_scaled_difference``: the same over the largest score of its request
+    (1 where all are smaller). ``incomplete_batches``: requests scored in another batch shape than logged, because the
+    rest of their batch is missing. ``other_versions``: exposures of other models, left out. ``served_ne``,
+    ``replayed_ne``: normalized entropy of the first task over the ``labelled`` candidates that have an outcome, None
+    without any or for a regression; ``skew`` is their difference.
+    """
+
+    model_version: str
+    requests: int
+    candidates: int
+    histories_equal: int
+    histories_erased: int
+    bit_equal: int
+    max_difference: float
+    max_scaled_difference: float
+    incomplete_batches: int
+    other_versions: int
+    labelled: int
+    served_ne: float | None
+    replayed_ne: float | None
+    skew: float | None
+    seconds: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether promise 8 held: histories equal (or known to be erased), scores bit-equal in the logged batch shape
+        and within 1e-5 of the output's scale elsewhere."""
+        same = self.histories_equal + self.histories_erased == self.requests
+        bits = self.bit_equal + self.incomplete_batches + self.histories_erased >= self.requests
+        return same and bits and self.max_scaled_difference <= TOLERANCE
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "exact": self.exact}
+
+
+def replay(run: str | Path, store: str | Path, limit: int | None = None,
+           progress: Callable[[int, int], None] | None = None) -> ReplayReport:
+    """Read the exposures that ``run``'s model served over ``store``, materialize and score each again, and compare.
+
+    May run beside the server. ``limit``: only the last so many; ``progress`` gets (done, requests). Raises
+    FileNotFoundError for a missing run, store or log, ValueError for a log without exposures of this model.
+    """
+    started = time.perf_counter()
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    run, folder = Path(run), Path(store)
+    for what, path in (("run", run), ("store", folder)):
+        if not path.exists():
+            raise FileNotFoundError(f"no {what} at {path}")
+    from semel.examples import ExposureLog, OutcomeLog, exposure_rows
+    from semel.history import HistoryStore
+    from semel.models import load_model
+
+    artifact = load_model(run)
+    log = ExposureLog(folder / "exposures").read()
+    if not len(log):
+        raise FileNotFoundError(f"no exposures under {folder}; rank something first (semel serve, POST /v1/rank)")
+    exposures, others = _of_model(log, artifact.version, limit)
+    with ExitStack() as stack:
+        history = stack.enter_context(closing(HistoryStore.open(folder, mode="r")))
+        catalogue = stack.enter_context(closing(HistoryStore.open(folder / "catalogue", mode="r"))) \
+            if (folder / "catalogue").exists() else None
+        rows = exposure_rows(exposures, artifact.features.request)
+        again = _Again(artifact, exposures, rows)
+        again.run(history, catalogue, progress)
+    outcomes = OutcomeLog(folder / "outcomes").read()
+    labelled, served_ne, replayed_ne = _entropies(artifact, exposures, outcomes, again.served, again.replayed)
+    return ReplayReport(
+        artifact.version, len(rows), len(again.served), again.equal, again.erased, again.bit_equal,
+        again.max_difference, again.max_scaled, again.incomplete, others, labelled, served_ne, replayed_ne,
+        None if served_ne is None or replayed_ne is None else served_ne - replayed_ne, time.perf_counter() - started)
+
+
+class _Again:
+    """The second computation: batch by batch as logged, adding up what differs."""
+
+    def __init__(self, artifact: ModelArtifact, exposures: pa.Table, rows: RequestRows):
+        self._artifact, self._rows = artifact, rows
+        self._column = {name: exposures[name].to_numpy() for name in (
+            "history_checksum", "history_status", "batch_requests", "path", "device")}
+        self._batch = exposures["batch_id"].to_pylist()
+        self._index = exposures["batch_index"].to_pylist()
+        self.served = exposures["scores"].combine_chunks().flatten().to_numpy()
+        self.replayed = np.full(len(self.served), np.nan, dtype=np.float32)
+        self.equal = self.erased = self.bit_equal = self.incomplete = 0
+        self.max_difference = self.max_scaled = 0.0
+
+    def run(self, store: Any, catalogue: Any, progress: Callable[[int, int], None] | None) -> None:
+        from semel.examples import materialize
+
+        done = 0
+        for members in self._batches():
+            if len(members) != self._column["batch_requests"][members[0]]:
+                self.incomplete += len(members)
+            device = self._column["device"][members[0]]
+            if device != "cpu":
+                raise ValueError(f"exposures were scored on {device!r}; this version replays on 'cpu'")
+            batch = materialize(self._rows.select(members), store, catalogue, self._artifact.features, checksum=True)
+            with on_path(self._column["path"][members[0]]):
+                scores = score(self._artifact, batch).ranked_by
+            checksums = batch.request["history_checksum"].numpy().view(np.uint64)
+            status = batch.request["history"].status
+            start = 0
+            for place, row in enumerate(members):
+                now = 0 if status is None else int(status[place])
+                stop = start + int(self._rows.candidates.offsets[row + 1] - self._rows.candidates.offsets[row])
+                self._compare(row, checksums[place], now, scores[start:stop])
+                start = stop
+            done += len(members)
+            if progress is not None:
+                progress(done, len(self._rows))
+
+    def _batches(self) -> Iterator[np.ndarray]:
+        """Rows of one logged batch together, in their order in it."""
+        groups: dict[Any, list[int]] = {}
+        for row, batch in enumerate(self._batch):
+            groups.setdefault(row if batch is None else batch, []).append(row)
+        for members in groups.values():
+            members.sort(key=lambda row: self._index[row] or 0)
+            yield np.array(members)
+
+    def _compare(self, row: int, checksum: np.uint64, status: int, scores: np.ndarray) -> None:
+        from semel.history import Status
+
+        span = slice(self._rows.candidates.offsets[row], self._rows.candidates.offsets[row + 1])
+        self.replayed[span] = scores
+        if checksum == self._column["history_checksum"][row]:
+            self.equal += 1
+        elif status in (Status.SCRUBBED, Status.EXPIRED) and status != self._column["history_status"][row]:
+            self.erased += 1
+            return  # its scores rest on what may no longer be read
+        served = self.served[span]
+        self.bit_equal += bool(np.array_equal(scores.view(np.uint32), served.view(np.uint32)))
+        difference = float(np.abs(scores.astype(np.float64) - served).max(initial=0.0))
+        scale = max(1.0, float(np.abs(served).max(initial=0.0)))
+        self.max_difference = max(self.max_difference, difference)
+        self.max_scaled = max(self.max_scaled, difference / scale)
+
+
+def _of_model(log: pa.Table, version: str, limit: int | None) -> tuple[pa.Table, int]:
+    """The exposures of one model, each request once, the last ``limit`` of them; how many are of other models."""
+    import pyarrow.compute as pc
+
+    own = log.filter(pc.equal(log["model_version"], version))
+    if not len(own):
+        seen = ", ".join(sorted(set(log["model_version"].to_pylist()))[:3])
+        raise ValueError(f"no exposures of model {version}; the log has {len(log)} of {seen}")
+    first = np.unique(own["request_id"].to_numpy(), return_index=True)[1]
+    keep = np.sort(first)
+    if limit is not None:
+        keep = keep[-limit:]
+    return own.take(keep), len(log) - len(own)
+
+
+def _entropies(artifact: ModelArtifact, exposures: pa.Table, outcomes: pa.Table, served: np.ndarray,
+               replayed: np.ndarray) -> tuple[int, float | None, float | None]:
+    """(candidates with a label, NE of the served scores, NE of the replayed ones) of the first task."""
+    from semel.examples import join
+    from semel.metrics import NormalizedEntropy
+
+    if not artifact.features.tasks or artifact.features.tasks[0].kind != "binary" or artifact.kind == "next_item" \
+            or not len(outcomes):
+        return 0, None, None
+    task = artifact.features.tasks[0]
+    # Every window is taken as closed: a replay looks at what is known now.
+    joined = join(exposures, outcomes, OUTCOME_WINDOW_US, [task],
+                  int(np.max(exposures["served_at"].to_numpy())) + OUTCOME_WINDOW_US).rows
+    mask = joined.label_mask[task.name].astype(bool) & np.isfinite(replayed)
+    label = joined.label[task.name][mask]
+    if not len(label):
+        return 0, None, None
+    pair = [NormalizedEntropy().update(label, scores[mask]).ne for scores in (served, replayed)]
+    return len(label), *(value if np.isfinite(value) else None for value in pair)  # type: ignore[return-value]
+

@@ -1,0 +1,181 @@
+"""The JSON bodies of the API for one store: its id types and columns as pydantic validators.
+
+TypedDicts and not models: column names are the data's own (``copy``, ``model_x``, ``_y``), an omitted column and a
+null differ, and the validated rows are plain dicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired, Required
+
+import pyarrow as pa
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from semel.serving.checks import FLOAT32_MAX, INT64_MAX, INT64_MIN, show
+from semel.serving.errors import InvalidRequest
+
+MAX_FUTURE_US = 24 * 3600 * 1_000_000
+"""How far ahead of the server's clock an ``event_time`` may lie: clients' clocks are wrong, but not by more."""
+
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_INT64 = Annotated[int, Field(strict=True, ge=INT64_MIN, le=INT64_MAX)]
+_TIME = Annotated[int, Field(strict=True, ge=0, le=INT64_MAX, description="microseconds since 1970; now if omitted")]
+_ID_TEXT = Annotated[str, Field(strict=True, min_length=1, max_length=1024)]
+_KEY_TEXT = Annotated[str, Field(strict=True, min_length=1, max_length=256)]
+
+
+def _record(name: str, fields: dict[str, Any], doc: str) -> Any:
+    typed_dict: Any = TypedDict  # Any: the fields are known at run time only
+    record = typed_dict(name, fields, total=False)
+    record.__pydantic_config__ = _STRICT
+    record.__doc__ = doc
+    return record
+
+
+def _column(kind: pa.DataType) -> Any:
+    if pa.types.is_boolean(kind):
+        return Annotated[bool, Field(strict=True)]
+    if pa.types.is_integer(kind):
+        bits = kind.bit_width
+        signed = pa.types.is_signed_integer(kind)
+        low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+        return Annotated[int, Field(strict=True, ge=low, le=high)]
+    if pa.types.is_floating(kind):
+        most = FLOAT32_MAX if kind.bit_width == 32 else 65504.0 if kind.bit_width == 16 else None
+        low_f, high_f = (None, None) if most is None else (-most, most)
+        return Annotated[float, Field(strict=True, ge=low_f, le=high_f, allow_inf_nan=False)]
+    if pa.types.is_dictionary(kind):
+        return _column(kind.value_type)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return Annotated[str, Field(strict=True)]
+    if pa.types.is_timestamp(kind):
+        return Annotated[_INT64, Field(description=f"{kind.unit} since 1970")]
+    if pa.types.is_fixed_size_list(kind):
+        values: Any = list[_column(kind.value_type)]  # type: ignore[misc]
+        return Annotated[values, Field(min_length=kind.list_size, max_length=kind.list_size)]
+    raise ValueError(f"columns of type {kind} cannot be sent as JSON")
+
+
+def _list_of(item: Any, most: int, description: str | None = None) -> Any:
+    return Annotated[list[item], Field(min_length=1, max_length=most, description=description)]
+
+
+def is_string(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def id_type(kind: pa.DataType) -> Any:
+    return _ID_TEXT if is_string(kind) else _INT64
+
+
+@dataclass(frozen=True)
+class Body:
+    """One request body: how its bytes become a dict, and its JSON schema for the documentation."""
+
+    name: str
+    adapter: TypeAdapter
+
+    def parse(self, body: bytes) -> dict[str, Any]:
+        """The validated object. Raises InvalidRequest that names the first field that is wrong."""
+        try:
+            return self.adapter.validate_json(body)
+        except ValidationError as error:
+            raise _invalid(error) from None
+
+
+def rank_body(user: pa.DataType, item: pa.DataType, max_candidates: int) -> Body:
+    """``POST /v1/rank``."""
+    record = _record("RankRequest", {
+        "user_id": Required[id_type(user)],
+        "candidates": Required[_list_of(id_type(item), max_candidates,
+                                        "distinct item ids; unknown ones are scored too")],
+        "context": NotRequired[Annotated[dict[str, Any] | None, Field(description="the model's request features")]],
+        "limit": NotRequired[Annotated[int, Field(strict=True, ge=1)] | None],
+        "as_of": NotRequired[Annotated[int, Field(strict=True, ge=0, le=INT64_MAX,
+                                                  description="microseconds since 1970, not in the future: the history "
+                                                              "is read as of then; now if omitted")] | None],
+    }, "Candidates to score for one user.")
+    return Body("RankRequest", TypeAdapter(record))
+
+
+def events_body(key: str, key_type: pa.DataType, columns: dict[str, pa.DataType], required: tuple[str, ...],
+                many: str, one: str, idempotent: bool, max_rows: int = 10_000) -> Body:
+    """Rows for a store whose key column is ``key``: ``{many: [{key, event_time?, columns..., event_key?}]}``.
+
+    ``required`` columns must be there; others may be omitted (null in the store), and an explicit null is refused.
+    """
+    fields: dict[str, Any] = {key: Required[id_type(key_type)], "event_time": NotRequired[_TIME]}
+    for name, kind in columns.items():
+        if name in fields:
+            continue
+        column = id_type(kind) if name in required else _column(kind)
+        fields[name] = Required[column] if name in required else NotRequired[column]
+    if idempotent and "event_key" not in fields:
+        fields["event_key"] = NotRequired[Annotated[_KEY_TEXT, Field(
+            description="makes the event idempotent: a second one of the same user and key is a duplicate")]]
+    record = _record(one, fields, f"One row of {many}.")
+    name = many.capitalize() + "Request"
+    body = _record(name, {many: Required[_list_of(record, max_rows)]}, f"Rows to append: {many}.")
+    return Body(name, TypeAdapter(body))
+
+
+def outcomes_body(item: pa.DataType, binary: dict[str, bool], max_rows: int = 10_000) -> Body:
+    """``POST /v1/outcomes``; labels only for tasks that the model has (``binary`` by name: 0 or 1, else a number), so
+    that a typo is not a lost label."""
+    number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
+    flag = Annotated[number, AfterValidator(_zero_or_one), Field(json_schema_extra={"enum": [0, 1]})]
+    label = _record("Label", {name: NotRequired[flag if is_flag else number] for name, is_flag in binary.items()},
+                    "A number by task.")
+    outcome = _record("Outcome", {
+        "request_id": Required[_KEY_TEXT],
+        "item_id": Required[id_type(item)],
+        "label": Required[Annotated[label, AfterValidator(_not_empty)]],
+        "outcome_key": NotRequired[Annotated[_KEY_TEXT, Field(
+            description="makes the outcome idempotent: a second one with this key is a duplicate")]],
+    }, "What the user did with one candidate of one request.")
+    body = _record("OutcomesRequest", {"outcomes": Required[_list_of(outcome, max_rows)]}, "Outcomes to log.")
+    return Body("OutcomesRequest", TypeAdapter(body))
+
+
+def _zero_or_one(value: float) -> float:
+    if value not in (0.0, 1.0):
+        raise PydanticCustomError("zero_or_one", "must be 0 or 1")
+    return value
+
+
+def _not_empty(label: dict[str, float]) -> dict[str, float]:
+    if not label:
+        raise PydanticCustomError("empty", "must have a value for at least one task")
+    return label
+
+
+def rows_table(rows: list[dict[str, Any]], key: str, key_type: pa.DataType, columns: dict[str, pa.DataType], now: int,
+               where: str) -> pa.Table:
+    """Validated rows as the table a store appends: the key, ``event_time`` (``now`` where omitted), every column.
+
+    Raises InvalidRequest for an ``event_time`` more than a day ahead of ``now``.
+    """
+    times = [row.get("event_time", now) for row in rows]
+    for index, time in enumerate(times):
+        if time > now + MAX_FUTURE_US:
+            raise InvalidRequest(f"{where}.{index}.event_time",
+                                 f"{time} lies more than a day in the future (microseconds since 1970 are meant)")
+    arrays = {key: pa.array([row[key] for row in rows], type=key_type), "event_time": pa.array(times, type=pa.int64())}
+    for name, kind in columns.items():
+        if name not in arrays:
+            arrays[name] = pa.array([row.get(name) for row in rows], type=kind)
+    return pa.table(arrays)
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "body"
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] not in ("json_invalid", "missing"):
+        message += f", got {show(first['input'])}"
+    elif first["type"] == "json_invalid" and "surrogate" not in message:
+        message = message.replace("invalid JSON", "not valid JSON")
+    return InvalidRequest(field, message)

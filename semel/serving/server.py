@@ -1,0 +1,150 @@
+"""The HTTP server: a thin layer of FastAPI around a ``Service``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from semel import __version__
+from semel.serving.checks import show
+from semel.serving.documentation import document
+from semel.serving.errors import InvalidRequest, NonFiniteScore, Overloaded
+from semel.serving.gate import Gate
+from semel.serving.metrics import CONTENT_TYPE
+from semel.serving.service import Service
+
+if TYPE_CHECKING:
+    from semel.serving.predictor import Predictor
+
+log = logging.getLogger("semel.serving")
+BODY_LIMIT = 1 << 20
+
+
+class BodyTooLarge(ValueError):
+    """The request's body is longer than the limit."""
+
+
+def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 64, workers: int = 1,
+               body_limit: int = BODY_LIMIT, writable: bool = True) -> FastAPI:
+    """An ASGI application around ``predictor``, which stays the caller's to close after the application's shutdown.
+
+    ``token``: what clients must send; without one only requests to a loopback name are answered. ``workers`` threads
+    score, ``queue`` more requests may wait (503 beyond). ``body_limit``: bytes (413 beyond). ``writable``: False if the
+    predictor's store is open for reading, so that events and items are refused. ``app.state.service`` is the Service.
+    """
+    service = Service(predictor, queue=queue, workers=workers, writable=writable)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(title="Semel", version=__version__, lifespan=lifespan, redoc_url=None)
+    app.state.service = service
+    app.add_middleware(Gate, token=token)
+    app.add_exception_handler(HTTPException, _http_error)
+
+    async def answer(request: Request, work: Callable[[bytes], Awaitable[bytes]]) -> Response:
+        endpoint = request.url.path.removeprefix("/v1/")
+        started = time.perf_counter()
+        response = await _answer(request, work, body_limit)
+        service.metrics.seconds.labels(endpoint).observe(time.perf_counter() - started)
+        service.metrics.responses.labels(endpoint, str(response.status_code)).inc()
+        return response
+
+    def post(name: str, work: Callable[[bytes], Awaitable[bytes]], summary: str) -> None:
+        @app.post(f"/v1/{name}", name=name, summary=summary, tags=["v1"])
+        async def endpoint(request: Request) -> Response:
+            return await answer(request, work)
+
+    post("rank", service.rank, "Score candidates for a user, best first")
+    post("events", lambda body: service.append("events", body), "Append events; the next request sees them")
+    post("items", lambda body: service.append("items", body), "Add or update items in the catalogue")
+    post("outcomes", service.outcomes, "Report what users did with what they were shown")
+
+    @app.get("/healthz", summary="The process answers", tags=["operation"])
+    async def healthz() -> Response:
+        return _json(200, {"status": "ok", "version": __version__, "model_version": predictor.model_version})
+
+    @app.get("/readyz", summary="The server can take traffic", tags=["operation"])
+    async def readyz() -> Response:
+        reason = service.not_ready()
+        return _json(200, {"status": "ready"}) if reason is None else _error(503, None, reason, {"retry-after": "1"})
+
+    @app.get("/metrics", summary="Prometheus metrics", tags=["operation"])
+    def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    document(app, service.bodies)
+    return app
+
+
+async def _answer(request: Request, work: Callable[[bytes], Awaitable[bytes]], body_limit: int) -> Response:
+    """The response to one POST; every way it can go wrong has a status and a message."""
+    from semel.history import StoreError
+
+    path = request.url.path
+    try:
+        body = await _read_body(request, body_limit)
+        return Response(await work(body), media_type="application/json")
+    except BodyTooLarge as error:
+        return _error(413, "body", str(error), {"connection": "close"})
+    except InvalidRequest as error:
+        return _error(422, error.field, error.message)
+    except Overloaded as error:
+        return _error(503, None, str(error), {"retry-after": str(error.retry_after)})
+    except ClientDisconnect:
+        return Response(status_code=499)
+    except NonFiniteScore as error:
+        log.error("%s", to_json({"path": path, "status": 500, "error": str(error)}).decode())
+        return _error(500, None, str(error))
+    except (OSError, StoreError) as error:  # a full or vanished disk: nothing unacknowledged is promised, keep serving
+        log.error("%s", to_json({"path": path, "status": 503, "error": show(str(error), 500)}).decode())
+        return _error(503, None, f"the store cannot be used: {error}", {"retry-after": "5"})
+    except Exception:
+        log.exception("%s", to_json({"path": path, "status": 500}).decode())
+        return _error(500, None, "an error inside the server; its log has the details")
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body, which must be JSON by its content type: a web page cannot send that elsewhere without being asked."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise InvalidRequest("content-type", f"must be application/json, got {show(kind)}")
+    too_large = f"the body has more than {limit:,} bytes; send it in parts"
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise BodyTooLarge(too_large)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:  # chunked bodies do not declare their length
+            raise BodyTooLarge(too_large)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(content), status, headers, media_type="application/json")
+
+
+def _error(status: int, field: str | None, message: str, headers: dict[str, str] | None = None) -> Response:
+    return _json(status, {"error": {"field": field, "message": message}}, headers)
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no {show(request.url.path)}; see /docs"
+    elif error.status_code == 405:
+        message = f"{request.method} is not for {show(request.url.path)}; see /docs"
+    return _error(error.status_code, "path" if error.status_code in (404, 405) else None, message,
+                  dict(error.headers or {}))

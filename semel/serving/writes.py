@@ -1,0 +1,167 @@
+"""The server's writes: events, items and outcomes, each through one writer thread that commits in groups."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from semel.serving.errors import InvalidRequest
+from semel.serving.group import GroupCommit
+from semel.serving.keys import EventKeys, event_digest
+from semel.serving.schemas import rows_table
+
+if TYPE_CHECKING:
+    from semel.examples.logs import OutcomeLog
+    from semel.history import HistoryStore
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a write gives back. ``version``: the store's version as of which all of it, duplicates too, is visible."""
+
+    version: int
+    accepted: int
+    duplicates: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One request's rows: a table as the store appends it, and a digest a row (None: the row has no key)."""
+
+    table: pa.Table
+    digests: list[bytes | None]
+
+
+class RowWriter:
+    """Appends the rows of concurrent requests to one store together: one durable append for all that wait.
+
+    ``folder``: where event keys are kept, None for a store without them (the catalogue: appending an item's features
+    twice changes nothing). Raises what ``EventKeys`` and the store raise on opening.
+    """
+
+    def __init__(self, name: str, store: HistoryStore, folder: Path | None, now: Callable[[], int],
+                 max_pending: int = 1024):
+        self.store, self._now = store, now
+        self.keys = EventKeys(folder, now()) if folder is not None else None
+        self._recover()
+        self._group: GroupCommit[Rows] = GroupCommit(name, self._commit, max_pending=max_pending)
+        self.submit = self._group.submit
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._group.failure
+
+    @property
+    def pending(self) -> int:
+        return self._group.pending
+
+    def rows(self, records: list[dict[str, Any]], where: str) -> Rows:
+        """Validated JSON rows as a job for ``submit``. Raises InvalidRequest for a time too far ahead."""
+        schema = self.store.schema
+        table = rows_table(records, schema.key, schema.user_id, schema.columns, self._now(), where)
+        if self.keys is None:
+            return Rows(table, [None] * len(table))
+        return Rows(table, [event_digest(row[schema.key], row["event_key"]) if "event_key" in row else None
+                            for row in records])
+
+    def close(self) -> None:
+        self._group.close()
+        if self.keys is not None:
+            self.keys.close()
+
+    def _recover(self) -> None:
+        if self.keys is not None and self.keys.pending is not None:
+            token, table = self.keys.pending
+            self.store.append(table, token=token)
+            self.keys.settle()
+
+    def _commit(self, jobs: Sequence[Rows]) -> list[Written | BaseException]:
+        self._recover()  # a group whose append failed half-way is finished before anything else
+        taken: set[bytes] = set()
+        tables, digests, accepted = [], [], []
+        for job in jobs:
+            keep = []
+            for row, digest in enumerate(job.digests):
+                if digest is not None:
+                    if digest in taken or (self.keys is not None and digest in self.keys):
+                        continue
+                    taken.add(digest)
+                keep.append(row)
+            whole = len(keep) == len(job.table)
+            tables.append(job.table if whole else job.table.take(keep))
+            digests += job.digests if whole else [job.digests[row] for row in keep]
+            accepted.append(len(keep))
+        version = self.store.version
+        if digests:
+            table = pa.concat_tables(tables).combine_chunks()
+            try:
+                version = self._append(table, digests if taken else None)
+            except ValueError as error:
+                if len(jobs) == 1:
+                    return [InvalidRequest("events", str(error))]
+                return [self._commit([job])[0] for job in jobs]  # one request's rows must not fail another's
+        return [Written(version, count, len(job.table) - count) for job, count in zip(jobs, accepted, strict=True)]
+
+    def _append(self, table: pa.Table, digests: list[bytes | None] | None) -> int:
+        if digests is None or self.keys is None:
+            return self.store.append(table)
+        token = f"events-{uuid.uuid4().hex}"
+        self.keys.intend(token, table, digests, self._now())
+        try:
+            version = self.store.append(table, token=token)
+        except ValueError:
+            self.keys.withdraw(digests, self._now())
+            raise
+        self.keys.settle()
+        return version
+
+
+class OutcomeWriter:
+    """Appends outcomes to the log. ``Written.version`` is 0: outcomes have none; counts are of labels, not outcomes."""
+
+    def __init__(self, log: OutcomeLog, schema: pa.Schema, now: Callable[[], int], max_pending: int = 1024):
+        self._log, self._schema, self._now = log, schema, now
+        self._group: GroupCommit[pa.Table] = GroupCommit("outcome", self._commit, max_pending=max_pending)
+        self.submit = self._group.submit
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._group.failure
+
+    @property
+    def pending(self) -> int:
+        return self._group.pending
+
+    def rows(self, outcomes: list[dict[str, Any]]) -> pa.Table:
+        """Validated outcomes as a job for ``submit``: a row is one task's label."""
+        now = self._now()
+        flat = [(outcome, task, value) for outcome in outcomes for task, value in outcome["label"].items()]
+        return pa.table({
+            "request_id": [outcome["request_id"] for outcome, _, _ in flat],
+            "item_id": pa.array([outcome["item_id"] for outcome, _, _ in flat], self._schema.field("item_id").type),
+            "task": [task for _, task, _ in flat],
+            "value": pa.array([value for _, _, value in flat], pa.float32()),
+            "received_at": pa.array([now] * len(flat), pa.int64()),
+            "outcome_key": pa.array([f"{outcome['outcome_key']}/{task}" if "outcome_key" in outcome else None
+                                     for outcome, task, _ in flat], pa.string()),
+        })
+
+    def close(self) -> None:
+        self._group.close()
+        self._log.close()
+
+    def _commit(self, jobs: Sequence[pa.Table]) -> list[Written | BaseException]:
+        results: list[Written | BaseException] = []
+        for table in jobs:
+            try:
+                new = self._log.append(table)
+            except ValueError as error:
+                results.append(InvalidRequest("outcomes", str(error)))
+            else:
+                results.append(Written(0, new, len(table) - new))
+        return results
