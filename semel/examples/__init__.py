@@ -1,0 +1,50 @@
+"""Requests that hold pointers: sessions, splits, exposures and their join, and the loader that materializes late."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "EXPOSURE_SCHEMA": "exposures", "OUTCOME_SCHEMA": "exposures", "SHOWN": "exposures",
+    "exposure_schema": "exposures", "outcome_schema": "exposures",
+    "ExposureLog": "logs", "OutcomeLog": "logs",
+    "ExampleSet": "build", "build_examples": "build", "open_examples": "build",
+    "JoinReport": "outcome_join", "exposure_rows": "outcome_join", "join": "outcome_join",
+    "Label": "sessionize", "RATING_LABELS": "sessionize", "sessions": "sessionize",
+    "RequestLoader": "loader",
+    "SequenceSet": "sequences", "leave_one_out": "sequences", "sequences_before": "sequences",
+    "concat_rows": "rows", "read_rows": "rows", "rows_from_table": "rows", "rows_to_table": "rows",
+    "context_columns": "context", "context_value": "context",
+    "history_checksum": "checksum",
+    "history_tensors": "materialization", "materialize": "materialization",
+    "time_split": "splits",
+}
+
+__all__ = [
+    "EXPOSURE_SCHEMA", "OUTCOME_SCHEMA", "RATING_LABELS", "SHOWN", "ExampleSet", "ExposureLog", "JoinReport", "Label",
+    "OutcomeLog", "RequestLoader", "SequenceSet", "build_examples", "concat_rows", "context_columns", "context_value",
+    "exposure_rows", "exposure_schema", "history_checksum", "history_tensors", "join", "leave_one_out", "materialize",
+    "open_examples", "outcome_schema", "read_rows", "rows_from_table", "rows_to_table", "sequences_before", "sessions",
+    "time_split",
+]
+
+if TYPE_CHECKING:
+    from semel.examples.build import ExampleSet, build_examples, open_examples
+    from semel.examples.checksum import history_checksum
+    from semel.examples.context import context_columns, context_value
+    from semel.examples.exposures import EXPOSURE_SCHEMA, OUTCOME_SCHEMA, SHOWN, exposure_schema, outcome_schema
+    from semel.examples.loader import RequestLoader
+    from semel.examples.logs import ExposureLog, OutcomeLog
+    from semel.examples.materialization import history_tensors, materialize
+    from semel.examples.outcome_join import JoinReport, exposure_rows, join
+    from semel.examples.rows import concat_rows, read_rows, rows_from_table, rows_to_table
+    from semel.examples.sequences import SequenceSet, leave_one_out, sequences_before
+    from semel.examples.sessionize import RATING_LABELS, Label, sessions
+    from semel.examples.splits import time_split
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'semel.examples' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(import_module(f"semel.examples.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

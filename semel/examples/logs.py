@@ -1,0 +1,174 @@
+"""The exposure log and the outcome log: append-only, durable on return, readable while they are written.
+
+A log is a folder: ``log.json`` (kind, format version, types of the ids) and segments ``00000001.log``, ``00000002.log``
+... in the framing of ``semel.history.log``. One process appends; any number read at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from semel.examples.exposures import check_exposures, conform, exposure_schema, id_type, outcome_schema
+from semel.history.log import SegmentWriter, read_segments
+
+FORMAT_VERSION = 1
+SEGMENT_BYTES = 64 << 20
+_TYPES = {"int64": pa.int64(), "string": pa.string()}
+
+
+class _Segments:
+    """Tables of one schema in a folder of segments. Ids are integers or strings as in the first table appended."""
+
+    def __init__(self, path: str | Path, kind: str, schema: Callable[..., pa.Schema], segment_bytes: int) -> None:
+        self.path, self.kind = Path(path), kind
+        self.lock = threading.Lock()
+        self._schema, self._segment_bytes = schema, segment_bytes
+        self._writer: SegmentWriter | None = None
+
+    def stored_schema(self) -> pa.Schema | None:
+        """The schema that the folder's ``log.json`` names, None where nothing was appended yet."""
+        try:
+            meta = json.loads((self.path / "log.json").read_text())
+        except FileNotFoundError:
+            return None
+        if meta.get("kind") != self.kind or meta.get("format_version") != FORMAT_VERSION:
+            raise ValueError(f"{self.path} holds {meta.get('kind')!r} in format {meta.get('format_version')!r}; this "
+                             f"version of semel reads {self.kind!r} in format {FORMAT_VERSION}")
+        return self._schema(_TYPES[meta["user_id"]], _TYPES[meta["item_id"]])
+
+    def schema_for(self, table: pa.Table) -> pa.Schema:
+        """The log's schema; the first table decides on the types of the ids."""
+        stored = self.stored_schema()
+        if stored is not None:
+            return stored
+        types = {"user_id": pa.int64(), "item_id": pa.int64()}
+        for role, column in (("user_id", "user_id"), ("item_id", "candidates"), ("item_id", "item_id")):
+            if column in table.column_names:
+                types[role] = id_type(table[column], f"{self.kind} column {column}")
+        self.path.mkdir(parents=True, exist_ok=True)
+        meta = {"kind": self.kind, "format_version": FORMAT_VERSION,
+                **{role: str(kind) for role, kind in types.items()}}
+        write_atomic(self.path / "log.json", json.dumps(meta, indent=1).encode())
+        return self._schema(types["user_id"], types["item_id"])
+
+    def append(self, table: pa.Table) -> None:
+        if self._writer is None or self._writer.size >= self._segment_bytes:
+            self.close()
+            segments = self.segments()
+            # After a restart a new segment, so that readers of the old ones may keep what they know of them.
+            number = int(segments[-1].stem) + 1 if segments else 1
+            self._writer = SegmentWriter(self.path / f"{number:08d}.log")
+        self._writer.append(table)
+
+    def segments(self) -> list[Path]:
+        return sorted(path for path in self.path.glob("*.log") if path.stem.isdigit())
+
+    def read(self) -> pa.Table:
+        schema = self.stored_schema() or self._schema(None, None)
+        batches = [batch for path in self.segments() for _, batch in read_segments(path)]
+        return pa.Table.from_batches([batch.cast(schema) for batch in batches], schema)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+
+class ExposureLog:
+    """The exposures of one server, in the order in which they were logged (``EXPOSURE_SCHEMA``)."""
+
+    def __init__(self, path: str | Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._log = _Segments(path, "exposures", exposure_schema, segment_bytes)
+
+    def append(self, table: pa.Table) -> None:
+        """Adds exposures, durable on return. Nullable columns may be absent. Raises ValueError for a table that does
+        not fit; nothing of it is then written."""
+        if not len(table):
+            return
+        with self._log.lock:
+            table = conform(table, self._log.schema_for(table), "exposures")
+            check_exposures(table, "exposures")
+            self._log.append(table)
+
+    def read(self) -> pa.Table:
+        """All exposures that are durable now; an empty table where there is no log."""
+        return self._log.read()
+
+    def close(self) -> None:
+        with self._log.lock:
+            self._log.close()
+
+
+class OutcomeLog:
+    """Outcomes in the order in which they were received (``OUTCOME_SCHEMA``).
+
+    An outcome whose ``outcome_key`` was seen before is a retry and is dropped. The last ``remember`` keys are known,
+    over restarts too; ``join`` ignores what slips through, since an outcome repeated changes nothing there.
+    """
+
+    def __init__(self, path: str | Path, segment_bytes: int = SEGMENT_BYTES, remember: int = 1_000_000) -> None:
+        self._log = _Segments(path, "outcomes", outcome_schema, segment_bytes)
+        self._remember = remember
+        self._keys: OrderedDict[str, None] | None = None
+
+    def append(self, table: pa.Table) -> int:
+        """Adds outcomes, durable on return; returns how many were new. Raises ValueError for a table that does not fit
+        or a value that is not finite; nothing of it is then written."""
+        if not len(table):
+            return 0
+        with self._log.lock:
+            table = conform(table, self._log.schema_for(table), "outcomes")
+            value = table["value"].to_numpy()
+            if not np.isfinite(value).all():
+                raise ValueError(f"outcomes: value {value[~np.isfinite(value)][0]} is not a finite number")
+            keys = table["outcome_key"].to_pylist()
+            known = self._known()
+            fresh: dict[str, None] = {}
+            keep = []
+            for row, key in enumerate(keys):
+                if key is None or (key not in known and key not in fresh):
+                    keep.append(row)
+                    if key is not None:
+                        fresh[key] = None
+            if keep:
+                self._log.append(table if len(keep) == len(table) else table.take(keep))
+            known.update(fresh)  # after the append: a failed one may be tried again
+            self._forget()
+            return len(keep)
+
+    def _known(self) -> OrderedDict[str, None]:
+        if self._keys is None:
+            stored = self._log.read()["outcome_key"].drop_null().to_pylist()
+            self._keys = OrderedDict.fromkeys(stored[-self._remember:])
+        return self._keys
+
+    def _forget(self) -> None:
+        known = self._known()
+        while len(known) > self._remember:
+            known.popitem(last=False)
+
+    def read(self) -> pa.Table:
+        """All outcomes that are durable now; an empty table where there is no log."""
+        return self._log.read()
+
+    def close(self) -> None:
+        with self._log.lock:
+            self._log.close()
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """``content`` in ``path``: all of it after a crash, or none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
