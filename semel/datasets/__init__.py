@@ -1,15 +1,19 @@
 """Readers of public data sets and of your own tables, ``fetch`` to bring one here, ``ingest`` to store it once.
 
+    dataset = fetch("ml-1m")                 # or read("folder"), or read("events.parquet", columns=EventColumns(...))
+    report = ingest(dataset, "store")
+
 ``semel.datasets.simulate`` makes a data set with known truth.
 """
 
 from semel.datasets.dataset import Dataset, Progress, Tables
 from semel.datasets.fetch import DatasetNotFound, fetch
+from semel.datasets.ingest import IngestReport, ingest
 from semel.datasets.layouts import LAYOUTS, Layout, detect, read
 from semel.datasets.published import PUBLISHED
-from semel.datasets.table import EventColumns, read_events
+from semel.datasets.table import EventColumns
 
 __all__ = [
-    "LAYOUTS", "PUBLISHED", "Dataset", "DatasetNotFound", "EventColumns", "Layout", "Progress", "Tables", "detect",
-    "fetch", "read", "read_events",
+    "LAYOUTS", "PUBLISHED", "Dataset", "DatasetNotFound", "EventColumns", "IngestReport", "Layout", "Progress",
+    "Tables", "detect", "fetch", "ingest", "read",
 ]

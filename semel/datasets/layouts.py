@@ -149,10 +149,17 @@ def detect(path: Path) -> tuple[Layout, Path]:
     raise ValueError(f"{path}: no known layout, found {found}. Known are {known}")
 
 
-def read(path: Path, name: str | None = None, source: str | None = None) -> Dataset:
-    """The data set at ``path`` in whatever layout it has. ``name``, ``source``: what to call it, default the path."""
+def read(path: Path, name: str | None = None, *, columns: table.EventColumns | None = None) -> Dataset:
+    """The data set at ``path`` in whatever layout it has, called ``name`` (default: the file's or folder's name).
+    ``columns``: it is a plain table, with these columns, whatever it looks like.
+
+    Raises FileNotFoundError where there is nothing, ValueError naming file, line and column for what cannot be read.
+    """
+    path = Path(path)
+    if columns is not None:
+        return as_dataset(table.read_events(path, columns), LAYOUTS[-1], name or path.stem, str(path))
     layout, where = detect(path)
-    return as_dataset(layout.read(where), layout, name or where.stem, source or str(where))
+    return as_dataset(layout.read(where), layout, name or where.stem, str(where))
 
 
 def as_dataset(tables: Tables, layout: Layout, name: str, source: str) -> Dataset:

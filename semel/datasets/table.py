@@ -15,6 +15,7 @@ from semel.datasets.dataset import Tables, build_events, build_features
 from semel.datasets.delimited import UNITS, microseconds, missing_column, read_header
 from semel.datasets.ids import compact_ids
 
+RESERVED = ("version",)  # every store has it
 ENDINGS = (".parquet", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
 
 
@@ -69,7 +70,7 @@ def read_events(path: Path, columns: EventColumns = EventColumns()) -> Tables:
         if name in keys:
             continue
         column = storable(raw[name])
-        if column is None or name in out:
+        if column is None or name in out or name in RESERVED:
             notes.append(f"column {name!r} ({raw.schema.field(name).type}) is left out")
         else:
             out[name] = column
@@ -183,7 +184,7 @@ def _features(path: Path, key: str, name: str) -> pa.Table:
         if other == key:
             continue
         kept = storable(raw[other])
-        if kept is not None:
+        if kept is not None and other not in RESERVED:
             columns[other] = kept
     return build_features(name, columns, str(path), first_line)
 
