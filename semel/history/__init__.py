@@ -1,0 +1,27 @@
+"""Store once: histories kept once, read through pointers exactly as a request saw them.
+
+Usable alone::
+
+    store = HistoryStore.create("store", EventSchema({"item_id": pa.int64()}))
+    version = store.append(table)                        # user_id, event_time (microseconds), item_id
+    pointers = store.point([1, 2], as_of=now)            # O(1) bytes each
+    history = store.read(pointers, Projection(("item_id",), last=100))
+"""
+
+from semel.batch import Jagged, JaggedTable, Pointers
+from semel.history.errors import (
+    CorruptFile,
+    StoreError,
+    StoreExists,
+    StoreLocked,
+    StoreNotFound,
+    VersionNotVisible,
+)
+from semel.history.log import SegmentWriter, read_segments
+from semel.history.schema import EventSchema, Projection, Status
+from semel.history.store import HistoryStore
+
+__all__ = [
+    "CorruptFile", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "Pointers", "Projection", "SegmentWriter",
+    "Status", "StoreError", "StoreExists", "StoreLocked", "StoreNotFound", "VersionNotVisible", "read_segments",
+]

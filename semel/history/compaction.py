@@ -1,0 +1,148 @@
+"""Compaction: one pure function from (sorted bucket of old rows, new rows) to a sorted bucket, and its driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from semel.history import gather
+from semel.history.generation import NO_VALIDITY, Generation, GenerationWriter, Shard
+from semel.history.schema import EventSchema
+from semel.history.tail import Tail, frozen
+
+_NONE = frozen(np.empty(0, np.int64))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A shard's new order. ``users`` [U] sorted; ``offsets`` [U + 1]; ``refs`` [rows]: ``>= 0`` an old row, ``~row`` a
+    row of the tail."""
+
+    users: np.ndarray | list[bytes]
+    offsets: np.ndarray
+    refs: np.ndarray
+
+
+def merge_bucket(old_users: np.ndarray | list[bytes], old_offsets: np.ndarray, old_times: np.ndarray,
+                 new_keys: np.ndarray | list[bytes], new_rows: np.ndarray, tail_times: np.ndarray) -> Bucket:
+    """Merge a sorted bucket with new rows. ``new_keys`` [n]: the user of each new row (int64, or UTF-8 bytes as those
+    users sort); ``new_rows`` [n]: ascending rows of the tail, ``tail_times`` their arena's event times."""
+    users: np.ndarray | list[bytes]
+    if isinstance(new_keys, list):
+        assert isinstance(old_users, list)
+        names = sorted(set(new_keys))
+        rank = {name: i for i, name in enumerate(names)}
+        codes = np.array([rank[name] for name in new_keys], np.int64)
+        users = sorted({*old_users, *names})
+        place = {name: i for i, name in enumerate(users)}
+        old_place = np.array([place[name] for name in old_users], np.int64)
+        new_place = np.array([place[name] for name in names], np.int64)
+    else:
+        assert isinstance(old_users, np.ndarray)
+        present, codes = np.unique(new_keys, return_inverse=True)
+        users = np.union1d(old_users, present).astype(np.int64)
+        old_place, new_place = np.searchsorted(users, old_users), np.searchsorted(users, present)
+    old_row = np.full(len(users), -1, np.int64)
+    old_row[old_place] = np.arange(len(old_place))
+    new_row = np.full(len(users), -1, np.int64)
+    new_row[new_place] = np.arange(len(new_place))
+    order = np.lexsort((tail_times[new_rows], codes))  # stable: arrival order within a time
+    new_offsets = np.zeros(len(new_place) + 1, np.int64)
+    np.cumsum(np.bincount(codes, minlength=len(new_place)), out=new_offsets[1:])
+    offsets = np.zeros(len(users) + 1, np.int64)
+    refs = np.empty(len(old_times) + len(new_rows), np.int64)
+    gather.merge_bucket(old_row, old_offsets, old_times, new_row, new_offsets, new_rows[order], tail_times, refs,
+                        offsets)
+    return Bucket(users, offsets, refs)
+
+
+def take(refs: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """The rows that ``refs`` name, of a column's old and new values."""
+    out = np.empty((len(refs), *old.shape[1:]), old.dtype)
+    gather.take_rows(refs, bits(old), bits(new), bits(out))
+    return out
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """The same rows as unsigned integers (or, for lists, vectors of them), so that kernels are compiled once a width
+    and not once a dtype."""
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def validity(refs: np.ndarray, old: np.ndarray, rows: int, new: np.ndarray) -> np.ndarray:
+    """``take`` for validity, where an empty array means that nothing is null."""
+    if not len(old) and not len(new):
+        return NO_VALIDITY
+    old = old if len(old) else frozen(np.ones(rows, bool))
+    new = new if len(new) else frozen(np.ones(int((-refs).max(initial=0)), bool))
+    return take(refs, old, new)
+
+
+def write_generation(folder: Path, old: Generation, tail: Tail, dictionaries: dict[str, np.ndarray],
+                     tokens: dict[str, int], progress: Callable[[int, int], None] | None = None) -> int:
+    """Write old generation + tail as a new one into ``folder``; its seal. One shard at a time in memory."""
+    schema, shards = old.schema, len(old.shards)
+    writer = GenerationWriter(folder, schema, shards)
+    keys = tail.columns[""]
+    slots = [text.encode() for text in tail.arena.slots] if schema.string_keys else []
+    of_row = shards_of(slots, shards)[keys] if schema.string_keys and len(keys) else shards_of(keys, shards)
+    by_shard = np.argsort(of_row, kind="stable")
+    ends = np.searchsorted(of_row[by_shard], np.arange(shards + 1))
+    for shard in old.shards:
+        rows = by_shard[ends[shard.index] : ends[shard.index + 1]]
+        new_keys = [slots[slot] for slot in keys[rows].tolist()] if schema.string_keys else keys[rows]
+        _write_shard(writer, schema, shard, tail, rows, new_keys)
+        if progress is not None:
+            progress(shard.index + 1, shards)
+    return writer.finish({name: [value.encode() for value in values] for name, values in dictionaries.items()}, tokens)
+
+
+def _write_shard(writer: GenerationWriter, schema: EventSchema, shard: Shard, tail: Tail, rows: np.ndarray,
+                 new_keys: np.ndarray | list[bytes]) -> None:
+    if not shard.rows and not len(rows):
+        return
+    empty = not shard.rows
+    old_users = ([] if schema.string_keys else _NONE) if empty else (
+        shard.user_keys() if schema.string_keys else shard.users)
+    offsets = frozen(np.zeros(1, np.int64)) if empty else shard.offsets
+
+    def old_column(name: str) -> np.ndarray:
+        return frozen(tail.columns[name][:0]) if empty else shard.column(name)
+
+    def old_valid(name: str) -> np.ndarray:
+        return NO_VALIDITY if empty else shard.valid(name)
+
+    bucket = merge_bucket(old_users, offsets, old_column("event_time"), new_keys, rows, tail.columns["event_time"])
+    versions = take(bucket.refs, old_column("version"), tail.columns["version"])
+    first, last = np.empty(len(bucket.users), np.int64), np.empty(len(bucket.users), np.int64)
+    gather.version_range(bucket.offsets, versions, first, last)
+
+    def column(name: str) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+        return lambda: (
+            take(bucket.refs, old_column(name), tail.columns[name]),
+            validity(bucket.refs, old_valid(name), shard.rows, tail.valid.get(name, NO_VALIDITY)),
+        )
+
+    columns = {name: column(name) for name in ("event_time", *schema.layout)}
+    writer.shard(shard.index, bucket.users, bucket.offsets, first, last,
+                 {"version": lambda: (versions, NO_VALIDITY), **columns})
+
+
+def shards_of(keys: np.ndarray | list[bytes], shards: int) -> np.ndarray:
+    """[n] int64 ids or UTF-8 strings -> the shard of each: ``hash % shards``."""
+    out = np.empty(len(keys), np.int64)
+    if isinstance(keys, list):
+        gather.shards_of_strings(*packed(keys), shards, out)
+    else:
+        gather.shards_of_integers(frozen(keys), shards, out)
+    return out
+
+
+def packed(keys: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Strings -> (offsets [n + 1], bytes), read-only."""
+    offsets = np.zeros(len(keys) + 1, np.int64)
+    np.cumsum([len(key) for key in keys], out=offsets[1:])
+    return frozen(offsets), frozen(np.frombuffer(b"".join(keys), np.uint8))

@@ -1,0 +1,32 @@
+"""What can go wrong with a store, one class each. All are ``StoreError``; messages name the file and the remedy."""
+
+
+class StoreError(Exception):
+    """Base of everything that a history store raises about itself (bad arguments are ValueError)."""
+
+    def __str__(self) -> str:  # FileNotFoundError's own __str__ would win in the subclasses that mix it in
+        return str(self.args[0]) if self.args else ""
+
+
+class StoreNotFound(StoreError, FileNotFoundError):
+    """There is no store at the path."""
+
+
+class StoreExists(StoreError, FileExistsError):
+    """There is a store at the path already."""
+
+
+class StoreLocked(StoreError):
+    """Another writer holds the store; the message names its process id."""
+
+
+class VersionNotVisible(StoreError):
+    """A pointer names a version that this handle cannot see, even after one refresh."""
+
+
+class CorruptFile(StoreError):
+    """A file's bytes are not those that were written; the message names the file and the place."""
+
+
+class GenerationGone(StoreError):
+    """A compaction removed this generation while it was being opened. Internal: the reader retries with the new one."""

@@ -1,0 +1,149 @@
+"""Files of the store: sealed arrays that are memory-mapped, JSON with a checksum, and durable renames.
+
+A sealed array file (``docs/formats/history.md``) is a 64-byte header, the plain values from byte 64 on, zero padding
+to 8 bytes, then one CRC-32 for each MiB of values. The header's own CRC covers the block CRCs too, so the pair
+(size, header CRC) that the generation's manifest keeps identifies a file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import struct
+import zlib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from semel.history.errors import CorruptFile, GenerationGone, StoreError
+
+MAGIC = b"SEMELCOL"
+FORMAT = 1
+CODEC_PLAIN = 0
+BLOCK_BYTES = 1 << 20
+# magic, format, codec, bytes a row, rows, bytes of values, bytes a checksum block, CRC of the block CRCs, padding,
+# CRC of the 60 bytes before it
+_HEADER = struct.Struct("<8sIIIQQIII12x")
+HEADER_BYTES = 64
+
+
+def write_array(path: Path, array: np.ndarray) -> dict[str, int]:
+    """Write ``array`` (C order; first axis = rows) to ``path``, durable on return; what the manifest keeps of it."""
+    array = np.ascontiguousarray(array)
+    data = memoryview(array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8))
+    width = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+    blocks = np.array([zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], "<u4")
+    footer = bytes(-len(data) % 8) + blocks.tobytes()
+    head = _HEADER.pack(MAGIC, FORMAT, CODEC_PLAIN, width, len(array), len(data), BLOCK_BYTES, zlib.crc32(footer), 0)
+    seal = zlib.crc32(head)
+    with open(path, "xb") as file:
+        file.write(head + struct.pack("<I", seal))
+        file.write(data)
+        file.write(footer)
+        file.flush()
+        sync(file.fileno())
+    return {"bytes": HEADER_BYTES + len(data) + len(footer), "seal": seal}
+
+
+def map_array(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
+    """The read-only array [rows, *shape] in the file, every block checked against its CRC (about 1 GB/s, once a file
+    and handle). Raises CorruptFile naming the file and block, GenerationGone when the file is not there."""
+    dtype = np.dtype(dtype)
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry["bytes"]:
+                raise CorruptFile(f"{path}: {size} bytes, its manifest says {entry['bytes']}")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise GenerationGone(f"{path} is missing") from None
+    head = mapped[: HEADER_BYTES - 4]
+    if head[:8] != MAGIC:
+        raise CorruptFile(f"{path}: not a column file (starts with {bytes(head[:8])!r})")
+    _, version, codec, width, rows, count, block, footer_crc, _ = _HEADER.unpack(head)
+    seal = zlib.crc32(head)
+    if (seal,) != struct.unpack_from("<I", mapped, HEADER_BYTES - 4) or seal != entry["seal"]:
+        raise CorruptFile(f"{path}: header does not match its checksum")
+    if version != FORMAT or codec != CODEC_PLAIN:
+        raise StoreError(f"{path}: format {version}, codec {codec}; this Semel reads format {FORMAT}, codec 0")
+    if width != dtype.itemsize * int(np.prod(shape, dtype=np.int64)) or width * rows != count:
+        raise CorruptFile(f"{path}: {rows} rows of {width} bytes, expected rows of {dtype} {list(shape)}")
+    footer = mapped[HEADER_BYTES + count :]
+    if zlib.crc32(footer) != footer_crc:
+        raise CorruptFile(f"{path}: block checksums are damaged")
+    data = memoryview(mapped)[HEADER_BYTES : HEADER_BYTES + count]
+    stored = np.frombuffer(footer, "<u4", offset=-count % 8)
+    for index, at in enumerate(range(0, count, block)):
+        if zlib.crc32(data[at : at + block]) != stored[index]:
+            raise CorruptFile(f"{path}: block {index} (bytes {HEADER_BYTES + at} on) does not match its checksum")
+    return np.frombuffer(mapped, dtype, count // dtype.itemsize, HEADER_BYTES).reshape(rows, *shape)
+
+
+def write_strings(path: Path, values: list[bytes]) -> dict[str, dict[str, int]]:
+    """UTF-8 strings as two sealed arrays, ``path.offsets`` (int64 [n + 1]) and ``path.bytes``; manifest entries by
+    file name."""
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    blob = np.frombuffer(b"".join(values), np.uint8)
+    return {
+        f"{path.name}.offsets": write_array(path.with_name(f"{path.name}.offsets"), offsets),
+        f"{path.name}.bytes": write_array(path.with_name(f"{path.name}.bytes"), blob),
+    }
+
+
+def split_strings(offsets: np.ndarray, blob: np.ndarray) -> list[bytes]:
+    data, ends = blob.tobytes(), offsets.tolist()
+    return [data[a:b] for a, b in pairwise(ends)]
+
+
+def sync(handle: int) -> None:
+    """Force a file's bytes to the disk. macOS's fsync stops at the drive's cache, F_FULLFSYNC does not."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(handle)
+
+
+def sync_folder(path: Path) -> None:
+    """Make names created in, renamed into or removed from ``path`` durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        sync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Swap ``path`` for ``content``: a reader sees the old or the new file, a crash leaves one of them."""
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            sync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def dump_json(body: dict[str, Any]) -> bytes:
+    """JSON whose last entry, ``checksum``, is the CRC-32 of all bytes before the comma that precedes it."""
+    text = json.dumps(body, ensure_ascii=False, indent=1).removesuffix("\n}").encode()
+    return text + f',\n "checksum": {zlib.crc32(text)}\n}}\n'.encode()
+
+
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    """The inverse of ``dump_json``; CorruptFile where text and checksum disagree."""
+    try:
+        text, _, tail = content.rpartition(b',\n "checksum": ')
+        if tail != f"{zlib.crc32(text)}\n}}\n".encode():
+            raise ValueError("checksum")
+        return dict(json.loads(content))
+    except ValueError:
+        raise CorruptFile(f"{path}: not valid, or does not match its checksum") from None

@@ -1,0 +1,334 @@
+"""The compiled inner loops: find a user, cut a history at its pointer, copy its rows out. All release the GIL.
+
+Input arrays are read-only (mapped files and ``tail.frozen`` views), so that each kernel is compiled once a dtype.
+Row references: ``>= 0`` is a row of the generation's shard, ``~row`` (negative) a row of the tail.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+_FNV_START = np.uint64(0xCBF29CE484222325)
+_FNV_PRIME = np.uint64(0x100000001B3)
+_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_NO_SINCE = np.iinfo(np.int64).min
+
+KNOWN, PLAIN = 1, 2  # flags of a pointer: the user had events by its version; all of them in the generation had
+
+
+def kernel(function: Any) -> Any:
+    return numba.njit(cache=True, nogil=True)(function)
+
+
+@kernel
+def _mix(x):
+    # The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit.
+    x = x + _GOLDEN
+    x = (x ^ (x >> _30)) * _MIX1
+    x = (x ^ (x >> _27)) * _MIX2
+    return x ^ (x >> _31)
+
+
+@kernel
+def shards_of_integers(keys, shards, out):
+    for i in range(len(keys)):
+        out[i] = np.int64(_mix(np.uint64(keys[i])) % np.uint64(shards))
+
+
+@kernel
+def shards_of_strings(offsets, data, shards, out):
+    for i in range(len(offsets) - 1):
+        h = _FNV_START
+        for at in range(offsets[i], offsets[i + 1]):
+            h = (h ^ np.uint64(data[at])) * _FNV_PRIME
+        out[i] = np.int64(_mix(h) % np.uint64(shards))
+
+
+@kernel
+def _lower_bound(array, low, high, value):
+    while low < high:
+        middle = (low + high) >> 1
+        if array[middle] < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel
+def find_integers(users, keys, index, out):
+    """out[p] = the row of keys[p] in sorted ``users``, or -1; for the p of ``index``."""
+    n = len(users)
+    for j in range(len(index)):
+        p = index[j]
+        at = _lower_bound(users, 0, n, keys[p])
+        out[p] = at if at < n and users[at] == keys[p] else -1
+
+
+@kernel
+def find_strings(user_offsets, user_bytes, key_offsets, key_bytes, index, out):
+    """The same for UTF-8 strings sorted by their bytes."""
+    for j in range(len(index)):
+        p = index[j]
+        start = key_offsets[p]
+        size = key_offsets[p + 1] - start
+        low, high, found = 0, len(user_offsets) - 1, -1
+        while low < high:
+            middle = (low + high) >> 1
+            at = user_offsets[middle]
+            have = user_offsets[middle + 1] - at
+            order = 0
+            for i in range(min(size, have)):
+                a, b = user_bytes[at + i], key_bytes[start + i]
+                if a != b:
+                    order = -1 if a < b else 1
+                    break
+            if order == 0:
+                order = -1 if have < size else (1 if have > size else 0)
+            if order == 0:
+                found = middle
+                break
+            if order < 0:
+                low = middle + 1
+            else:
+                high = middle
+        out[p] = found
+
+
+@kernel
+def locate(offsets, times, first, last, index, user, as_of, version, since, low, high, flags):
+    """The rows [low, high) of each pointer's user with ``since <= event_time < as_of``, and its flags."""
+    for j in range(len(index)):
+        p = index[j]
+        u = user[p]
+        if u < 0 or first[u] > version[p]:
+            low[p] = 0
+            high[p] = 0
+            flags[p] = PLAIN
+            continue
+        a, b = offsets[u], offsets[u + 1]
+        if times[b - 1] >= as_of[p]:
+            b = _lower_bound(times, a, b, as_of[p])
+        if since != _NO_SINCE:
+            a = _lower_bound(times, a, b, since)
+        low[p] = a
+        high[p] = b
+        flags[p] = KNOWN | (PLAIN if last[u] <= version[p] else 0)
+
+
+@kernel
+def locate_run(users, offsets, times, first, keys, as_of, version, since, level, low, high, known):
+    """``locate`` in one run of the tail: low and high are [P, levels], ``known`` [P] is set where the user is."""
+    n = len(users)
+    for p in range(len(keys)):
+        at = _lower_bound(users, 0, n, keys[p])
+        if at == n or users[at] != keys[p] or first[at] > version[p]:
+            low[p, level] = 0
+            high[p, level] = 0
+            continue
+        known[p] = KNOWN
+        a = offsets[at]
+        b = _lower_bound(times, a, offsets[at + 1], as_of[p])
+        if since != _NO_SINCE:
+            a = _lower_bound(times, a, b, since)
+        low[p, level] = a
+        high[p, level] = b
+
+
+@kernel
+def _wanted(group, valid, row, groups):
+    if len(valid) and not valid[row]:
+        return False
+    value = np.int64(group[row])
+    found = False
+    for i in range(len(groups)):
+        found |= value == groups[i]
+    return found
+
+
+@kernel
+def select_tail(rows, times, low, high, versions, version, group, valid, groups, filtered, most, room, out, begin):
+    """Merge each pointer's ranges of the runs (``rows`` and ``times``: one array a level, newest level first) into
+    out[begin[p]:room[p + 1]], ascending; newest ``most`` rows of the visible, wanted ones."""
+    levels = low.shape[1]
+    heads = np.empty(levels, np.int64)
+    for p in range(len(version)):
+        at = room[p + 1]
+        taken = 0
+        for k in range(levels):
+            heads[k] = high[p, k]
+        while taken < most:
+            best = -1
+            for k in range(levels):  # newest level first: it holds the later arrivals, which come last in a tie
+                if heads[k] > low[p, k] and (best < 0 or times[k][heads[k] - 1] > times[best][heads[best] - 1]):
+                    best = k
+            if best < 0:
+                break
+            heads[best] -= 1
+            row = rows[best][heads[best]]
+            if versions[row] <= version[p] and (not filtered or _wanted(group, valid, row, groups)):
+                at -= 1
+                out[at] = row
+                taken += 1
+        begin[p] = at
+
+
+@kernel
+def count_plain(index, low, high, flags, most, begin, count):
+    """The last ``most`` rows of each range; returns whether all pointers of ``index`` are plain."""
+    plain = True
+    for j in range(len(index)):
+        p = index[j]
+        n = min(high[p] - low[p], most)
+        begin[p] = high[p] - n
+        count[p] = n
+        plain &= (flags[p] & PLAIN) != 0
+    return plain
+
+
+@kernel
+def select(index, low, high, flags, times, versions, version, group, valid, groups, filtered,
+           tail_rows, tail_begin, tail_end, tail_times, most, room, refs, begin, count):
+    """What ``count_plain`` does where a version or group must be tested or the tail has rows: references in
+    refs[begin[p]:begin[p] + count[p]], ascending, the newest ``most``. begin[p] is of the generation (a plain range)
+    where room[p] == room[p + 1]."""
+    for j in range(len(index)):
+        p = index[j]
+        if room[p] == room[p + 1]:
+            n = min(high[p] - low[p], most)
+            begin[p] = high[p] - n
+            count[p] = n
+            continue
+        plain = (flags[p] & PLAIN) != 0
+        a, at = low[p], high[p]
+        tail_a, tail_at = tail_begin[p], tail_end[p]
+        out = room[p + 1]
+        taken = 0
+        while taken < most:
+            if tail_at > tail_a and (at == a or tail_times[tail_rows[tail_at - 1]] >= times[at - 1]):
+                tail_at -= 1
+                out -= 1
+                refs[out] = ~tail_rows[tail_at]
+                taken += 1
+            elif at > a:
+                at -= 1
+                if (plain or versions[at] <= version[p]) and (not filtered or _wanted(group, valid, at, groups)):
+                    out -= 1
+                    refs[out] = at
+                    taken += 1
+            else:
+                break
+        begin[p] = out
+        count[p] = taken
+
+
+@kernel
+def copy_plain(index, begin, count, offsets, values, out):
+    for j in range(len(index)):
+        p = index[j]
+        to, start = offsets[p], begin[p]
+        for i in range(count[p]):
+            out[to + i] = values[start + i]
+
+
+@kernel
+def copy_rows(index, begin, count, offsets, room, refs, values, tail_values, out):
+    for j in range(len(index)):
+        p = index[j]
+        to, start = offsets[p], begin[p]
+        if room[p] == room[p + 1]:
+            for i in range(count[p]):
+                out[to + i] = values[start + i]
+        else:
+            for i in range(count[p]):
+                ref = refs[start + i]
+                if ref >= 0:
+                    out[to + i] = values[ref]
+                else:
+                    out[to + i] = tail_values[~ref]
+
+
+@kernel
+def merge_runs(a_users, a_offsets, a_rows, a_times, a_first, b_users, b_offsets, b_rows, b_times, b_first):
+    """One run of two; ``b`` holds the later arrivals."""
+    na, nb = len(a_users), len(b_users)
+    users = np.empty(na + nb, np.int64)
+    first = np.empty(na + nb, np.int64)
+    offsets = np.zeros(na + nb + 1, np.int64)
+    rows = np.empty(len(a_rows) + len(b_rows), np.int64)
+    times = np.empty(len(a_rows) + len(b_rows), np.int64)
+    i, j, u, at = 0, 0, 0, 0
+    while i < na or j < nb:
+        use_a = i < na and (j == nb or a_users[i] <= b_users[j])
+        use_b = j < nb and (i == na or b_users[j] <= a_users[i])
+        x, x_end, y, y_end = 0, 0, 0, 0
+        if use_a:
+            users[u], first[u] = a_users[i], a_first[i]
+            x, x_end = a_offsets[i], a_offsets[i + 1]
+            i += 1
+        if use_b:
+            users[u] = b_users[j]
+            first[u] = min(first[u], b_first[j]) if use_a else b_first[j]
+            y, y_end = b_offsets[j], b_offsets[j + 1]
+            j += 1
+        while x < x_end or y < y_end:
+            if x < x_end and (y == y_end or a_times[x] <= b_times[y]):
+                rows[at], times[at] = a_rows[x], a_times[x]
+                x += 1
+            else:
+                rows[at], times[at] = b_rows[y], b_times[y]
+                y += 1
+            at += 1
+        u += 1
+        offsets[u] = at
+    return users[:u].copy(), offsets[: u + 1].copy(), rows, times, first[:u].copy()
+
+
+@kernel
+def merge_bucket(old_row, old_offsets, old_times, new_row, new_offsets, new_order, new_times, refs, offsets):
+    """Compaction's merge. For each user: ``old_row`` / ``new_row`` [U] its row among the old / new users or -1. Writes
+    row references in order to ``refs`` and the users' ``offsets`` [U + 1]; old events come first in a tie."""
+    at = 0
+    for u in range(len(old_row)):
+        x, x_end, y, y_end = 0, 0, 0, 0
+        if old_row[u] >= 0:
+            x, x_end = old_offsets[old_row[u]], old_offsets[old_row[u] + 1]
+        if new_row[u] >= 0:
+            y, y_end = new_offsets[new_row[u]], new_offsets[new_row[u] + 1]
+        while x < x_end or y < y_end:
+            if x < x_end and (y == y_end or old_times[x] <= new_times[new_order[y]]):
+                refs[at] = x
+                x += 1
+            else:
+                refs[at] = ~new_order[y]
+                y += 1
+            at += 1
+        offsets[u + 1] = at
+
+
+@kernel
+def take_rows(refs, old_values, new_values, out):
+    for i in range(len(refs)):
+        if refs[i] >= 0:
+            out[i] = old_values[refs[i]]
+        else:
+            out[i] = new_values[~refs[i]]
+
+
+@kernel
+def version_range(offsets, versions, first, last):
+    """The lowest and highest version of each user."""
+    for u in range(len(offsets) - 1):
+        low = versions[offsets[u]]
+        high = low
+        for i in range(offsets[u] + 1, offsets[u + 1]):
+            low = min(low, versions[i])
+            high = max(high, versions[i])
+        first[u] = low
+        last[u] = high

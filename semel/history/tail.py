@@ -1,0 +1,231 @@
+"""The log tier in memory: the columns of not yet compacted events, and an index of them by user.
+
+``Tail`` values are immutable; appending returns a new one. Columns lie in arrival order in arenas that grow by
+doubling and are shared by all tails of a handle: a tail sees the first ``rows`` of them, which never change, so
+readers need no lock. The index is made when a read first needs it: a few sorted runs (``Run``) of growing size, as in
+a log-structured merge tree, so that indexing one more event touches hundreds of rows, not all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from semel.history.errors import CorruptFile
+from semel.history.schema import EventSchema, to_numpy
+
+LEVELS = (256, 1 << 14, 1 << 20, 1 << 62)  # most rows of each run, newest first
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of a tail by user, then (event_time, arrival): ``users`` [U] ascending, ``offsets`` [U + 1], ``rows`` and
+    ``times`` [n], ``first`` [U] the user's lowest version. All read-only."""
+
+    users: np.ndarray
+    offsets: np.ndarray
+    rows: np.ndarray
+    times: np.ndarray
+    first: np.ndarray
+
+    @classmethod
+    def of(cls, users: np.ndarray, offsets: np.ndarray, rows: np.ndarray, times: np.ndarray, first: np.ndarray) -> Run:
+        return cls(*(frozen(array) for array in (users, offsets, rows, times, first)))
+
+    @classmethod
+    def sorted(cls, keys: np.ndarray, times: np.ndarray, versions: np.ndarray, start: int) -> Run:
+        """From rows ``start ...`` in arrival order."""
+        order = np.lexsort((times, keys)) if len(keys) > 1 else np.zeros(len(keys), np.int64)  # lexsort is stable
+        keys = keys[order]
+        edges = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+        offsets = np.concatenate(([0], edges, [len(keys)])).astype(np.int64) if len(keys) else np.zeros(1, np.int64)
+        first = np.minimum.reduceat(versions[order], offsets[:-1]) if len(keys) else versions
+        return cls.of(keys[offsets[:-1]], offsets, order + start, times[order], first)
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """A read-only view: kernels are compiled for read-only inputs (mapped files are), and nobody may write them."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+_NOTHING = np.empty(0, np.int64)
+EMPTY_RUN = Run.of(_NOTHING, np.zeros(1, np.int64), _NOTHING, _NOTHING, _NOTHING)
+
+
+class Arena:
+    """Growing columns. ``arrays[name]`` has room for more rows than are used; ``valid[name]`` exists from the first
+    null on."""
+
+    def __init__(self, schema: EventSchema) -> None:
+        self.schema = schema
+        self.rows = 0
+        self.room = 0
+        self.arrays: dict[str, np.ndarray] = {
+            name: np.empty(0, np.int64) for name in ("", "event_time", "version")  # "" is the key
+        } | {name: np.empty((0, *column.shape), column.dtype) for name, column in schema.layout.items()}
+        self.valid: dict[str, np.ndarray] = {}
+        self.slots: dict[str, int] = {}  # string keys only: the integer that stands for a user in this arena
+
+    def append(self, batch: pa.RecordBatch, version: int) -> None:
+        rows, end = self.rows, self.rows + batch.num_rows
+        if end > self.room:
+            self.room = max(end, 2 * self.room, 1024)
+            self.arrays = {name: _grown(array, rows, self.room) for name, array in self.arrays.items()}
+            self.valid = {name: _grown(array, rows, self.room) for name, array in self.valid.items()}
+        self.arrays["version"][rows:end] = version
+        self.arrays["event_time"][rows:end] = batch.column(1).to_numpy()
+        self.arrays[""][rows:end] = self._keys(batch.column(0))
+        for index, (name, column) in enumerate(self.schema.layout.items()):
+            values, valid = to_numpy(batch.column(index + 2), column)
+            self.arrays[name][rows:end] = values
+            if valid is not None and name not in self.valid:
+                self.valid[name] = np.ones(self.room, bool)
+            if name in self.valid:
+                self.valid[name][rows:end] = True if valid is None else valid
+        self.rows = end
+
+    def _keys(self, array: pa.Array) -> np.ndarray:
+        if not self.schema.string_keys:
+            return array.to_numpy()
+        encoded = array.dictionary_encode()
+        slots = self.slots
+        codes = [slots.setdefault(text, len(slots)) for text in encoded.dictionary.to_pylist()]
+        return np.array(codes, np.int64)[encoded.indices.to_numpy()] if codes else np.empty(0, np.int64)
+
+
+def _grown(array: np.ndarray, used: int, room: int) -> np.ndarray:
+    new = np.empty((room, *array.shape[1:]), array.dtype)
+    new[:used] = array[:used]
+    return new
+
+
+class Tail:
+    """The first ``rows`` events of an arena: ``columns`` and ``valid`` are read-only views of them."""
+
+    def __init__(self, arena: Arena, indexed: int = 0, runs: tuple[Run, ...] = (EMPTY_RUN,) * len(LEVELS)) -> None:
+        self.arena = arena
+        self.rows = arena.rows
+        self.columns = {name: frozen(array[: self.rows]) for name, array in arena.arrays.items()}
+        self.valid = {name: frozen(array[: self.rows]) for name, array in arena.valid.items()}
+        self._indexed, self._runs = indexed, runs
+        self._lock = threading.Lock()
+
+    @classmethod
+    def empty(cls, schema: EventSchema) -> Tail:
+        return cls(Arena(schema))
+
+    def append(self, batch: pa.RecordBatch, version: int) -> Tail:
+        """The tail with one more batch (key, event_time, columns as ``Column.stored``). Only the newest tail of an
+        arena can be appended to."""
+        if self.arena.rows != self.rows:
+            raise RuntimeError("an older tail was appended to")
+        self.arena.append(batch, version)
+        return Tail(self.arena, self._indexed, self._runs)
+
+    def after(self, version: int) -> Tail:
+        """The events of later versions only, in an arena of their own."""
+        start = int(np.searchsorted(self.columns["version"], version, side="right"))
+        if start == 0:
+            return self
+        arena = Arena(self.arena.schema)
+        arena.rows = arena.room = self.rows - start
+        arena.arrays = {name: array[start:].copy() for name, array in self.columns.items()}
+        arena.valid = {name: array[start:].copy() for name, array in self.valid.items() if not array[start:].all()}
+        if self.arena.schema.string_keys:
+            by_slot = list(self.arena.slots)
+            used, codes = np.unique(arena.arrays[""], return_inverse=True)
+            arena.slots = {by_slot[slot]: new for new, slot in enumerate(used.tolist())}
+            arena.arrays[""] = codes.astype(np.int64)
+        return Tail(arena)
+
+    def keys_of(self, ids: np.ndarray) -> np.ndarray:
+        """[P] user ids -> the int64 that stand for them here; -1 for a string that is not here (an integer id stands
+        for itself)."""
+        if not self.arena.schema.string_keys:
+            return ids
+        slots = self.arena.slots
+        return np.fromiter((slots.get(text, -1) for text in ids), np.int64, len(ids))
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The index, newest run first; made now if it is not there yet."""
+        if self._indexed != self.rows:
+            with self._lock:
+                if self._indexed != self.rows:
+                    self._runs = self._index()
+                    self._indexed = self.rows
+        return self._runs
+
+    def _index(self) -> tuple[Run, ...]:
+        from semel.history.gather import merge_runs
+
+        new = slice(self._indexed, self.rows)
+        run = Run.sorted(self.columns[""][new], self.columns["event_time"][new], self.columns["version"][new],
+                         self._indexed)
+        runs: list[Run] = list(self._runs)
+        for level, most in enumerate(LEVELS):
+            old = runs[level]
+            if len(old.rows):
+                run = Run.of(*merge_runs(old.users, old.offsets, old.rows, old.times, old.first,
+                                         run.users, run.offsets, run.rows, run.times, run.first))
+            if len(run.rows) <= most:
+                runs[level] = run
+                return tuple(runs)
+            runs[level] = EMPTY_RUN
+        raise CorruptFile("more events than 2**62")  # cannot be reached
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (*self.columns.values(), *self.valid.values()))
+
+
+class Dictionaries:
+    """The strings of dictionary columns, by code. They only grow, so a code never changes its meaning."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._arrays: dict[str, np.ndarray] = {name: np.empty(0, object) for name in names}
+        self._codes: dict[str, dict[str, int]] = {name: {} for name in names}
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """The dictionaries now, as read-only object arrays that later growth leaves alone."""
+        return {name: frozen(self._arrays[name][: len(codes)]) for name, codes in self._codes.items()}
+
+    def extend(self, name: str, start: int, values: list[str], where: Any) -> None:
+        """Append ``values``, the first of which has the code ``start``; known ones must be equal."""
+        codes = self._codes[name]
+        known = len(codes) - start
+        if known < 0 or any(codes.get(value) != start + i for i, value in enumerate(values[:known])):
+            raise CorruptFile(f"{where}: the dictionary of {name!r} does not continue the one before it")
+        values = values[max(known, 0):]
+        if not values:
+            return
+        size = len(codes)
+        if size + len(values) > len(self._arrays[name]):
+            self._arrays[name] = _grown(self._arrays[name], size, max(2 * size, size + len(values), 16))
+        self._arrays[name][size : size + len(values)] = values
+        codes.update((value, size + i) for i, value in enumerate(values))
+        if len(codes) != size + len(values):
+            raise CorruptFile(f"{where}: the dictionary of {name!r} repeats a value")
+
+    def codes(self, name: str, values: list[Any]) -> list[int]:
+        """The codes of ``values``; -1 for those that are not in the dictionary."""
+        codes = self._codes[name]
+        return [codes.get(value, -1) for value in values]
+
+    def encode(self, name: str, array: pa.Array) -> tuple[pa.Array, list[str]]:
+        """Strings -> (int32 codes, the values that must be appended first to make them valid)."""
+        codes = self._codes[name]
+        encoded = (array if pa.types.is_string(array.type) else array.cast(pa.string())).dictionary_encode()
+        values = encoded.dictionary.to_pylist()
+        new = [value for value in values if value not in codes]
+        if len(codes) + len(new) > np.iinfo(np.int32).max:
+            raise ValueError(f"column {name!r}: more than 2**31 - 1 different strings")
+        fresh = {value: len(codes) + i for i, value in enumerate(new)}
+        table = pa.array([codes[v] if v in codes else fresh[v] for v in values], pa.int32())
+        return table.take(encoded.indices), new
