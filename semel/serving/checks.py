@@ -43,7 +43,8 @@ def check_candidates(candidates: Any, string: bool, most: int) -> np.ndarray:
     if len(values) > most:
         raise InvalidRequest("candidates", f"{len(values)} candidates, at most {most} are scored in one request")
     kind = str if string else int
-    if string or not all(type(value) is int and INT64_MIN <= value <= INT64_MAX for value in values):
+    plain = not string and set(map(type, values)) == {int} and min(values) >= INT64_MIN and max(values) <= INT64_MAX
+    if not plain:  # find the one that is wrong, or make plain integers of numpy's
         values = [check_id(value, f"candidates.{index}", string) for index, value in enumerate(values)]
     if len(set(values)) < len(values):
         seen: set[Any] = set()

@@ -124,8 +124,7 @@ class Predictor:
             self._writer.submit(self._exposure(request_id, pointer, catalogue_version, context, items, batch, scores,
                                                order, returned, now))
         best = order[:returned]
-        pairs = zip(items[best].tolist(), scores.ranked_by[best].tolist(), strict=True)
-        results = [ScoredItem(item, value) for item, value in pairs]
+        results = list(map(ScoredItem._make, zip(items[best].tolist(), scores.ranked_by[best].tolist(), strict=True)))
         ended = time.perf_counter()
         timings = {"history": history_s, "features": ready - started - history_s, "model": scored - ready,
                    "total": ended - started}

@@ -93,7 +93,7 @@ class RowWriter:
                     taken.add(digest)
                 keep.append(row)
             whole = len(keep) == len(job.table)
-            tables.append(job.table if whole else job.table.take(keep))
+            tables.append(job.table if whole else job.table.take(pa.array(keep, pa.int64())))
             digests += job.digests if whole else [job.digests[row] for row in keep]
             accepted.append(len(keep))
         version = self.store.version
