@@ -7,8 +7,8 @@
 """
 
 from semel.datasets.dataset import Dataset, Progress, Tables
-from semel.datasets.fetch import DatasetNotFound, fetch
-from semel.datasets.ingest import IngestReport, ingest
+from semel.datasets.fetching import DatasetNotFound, fetch
+from semel.datasets.ingestion import IngestReport, ingest
 from semel.datasets.layouts import LAYOUTS, Layout, detect, read
 from semel.datasets.published import PUBLISHED
 from semel.datasets.table import EventColumns

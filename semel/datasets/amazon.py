@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from semel.datasets.dataset import Tables, build_events, build_features
-from semel.datasets.delimited import microseconds, read_delimited
+from semel.datasets.delimited import first_line, microseconds, read_delimited
 
 KEYS_2014 = ("reviewerID", "asin", "overall", "unixReviewTime")
 KEYS_2023 = ("user_id", "parent_asin", "rating", "timestamp")
@@ -32,9 +33,8 @@ def open_text(path: Path) -> Any:
 def peek(path: Path) -> str:
     """The first line of a text file, gzip or not; empty where it cannot be read as text."""
     try:
-        with open_text(path) as file:
-            return file.readline(1 << 20).lstrip("\ufeff").rstrip("\r\n")
-    except (OSError, UnicodeDecodeError, EOFError):
+        return first_line(path)
+    except (OSError, EOFError, zlib.error):
         return ""
 
 
@@ -75,10 +75,10 @@ def read_csv_2023(path: Path) -> Tables:
     return _tables(read_delimited(path, types), KEYS_2023, "ms", path, 2)
 
 
-def _tables(raw: pa.Table, keys: tuple[str, ...], unit: str, path: Path, first_line: int) -> Tables:
+def _tables(raw: pa.Table, keys: tuple[str, ...], unit: str, path: Path, line: int) -> Tables:
     user, item, rating, time = keys
     events = build_events({"user_id": raw[user], "item_id": raw[item], "rating": raw[rating],
-                           "event_time": microseconds(raw[time], unit, str(path), first_line)}, str(path), first_line)
+                           "event_time": microseconds(raw[time], unit, str(path), line)}, str(path), line)
     beside = sorted([*path.parent.glob("meta_*.json*"), *path.parent.glob("meta_*.jsonl*")])
     return Tables(events, _items(beside[0]) if beside else None)
 

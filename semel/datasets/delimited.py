@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gzip
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ def read_header(path: Path, delimiter: str = ",", encoding: str = "utf8") -> lis
 
 
 def first_line(path: Path, encoding: str = "utf8") -> str:
-    """A file's first line without its end and byte order mark (the first MiB of it where it is longer)."""
-    with open(path, "rb") as file:
+    """A file's first line without its end and byte order mark, gzip or not (the first MiB of it where it is longer)."""
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
         line = file.readline(1 << 20)
     return line.decode(encoding, errors="replace").lstrip("\ufeff").rstrip("\r\n")
 

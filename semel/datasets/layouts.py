@@ -25,7 +25,7 @@ OWN = "your own data"
 class Layout:
     """One way in which events lie on disk. ``files``: what it looks like, for people; ``matches``: whether a path looks
     so (a folder, or a file for single-file layouts; reads a line at most); ``read``: path -> Tables; ``keep``: which
-    files of an archive it needs (patterns of names)."""
+    files of an archive it needs (patterns of names, the events first)."""
 
     name: str
     files: str

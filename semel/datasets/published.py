@@ -70,8 +70,8 @@ PUBLISHED: dict[str, Published] = {entry.name: entry for entry in (
     _kuairand("Pure"), _kuairand("1K"), _kuairand("27K"),
     Published("amazon", ("amazon-2014-json", "amazon-2014-csv", "amazon-2023-json", "amazon-2023-csv"),
               "https://amazon-reviews-2023.github.io"),
-    Published("sequence", ("sequence",), "your own file"),
-    Published("events", ("events",), "your own file"),
+    Published("sequence", ("sequence",), "whoever made it"),
+    Published("events", ("events",), "your own logs"),
 )}
 
 

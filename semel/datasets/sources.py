@@ -43,7 +43,7 @@ def from_publisher(entry: Published, folder: Path, progress: Progress | None = N
             file = Path(scratch) / PurePosixPath(download.url).name
             http_get(download, file, progress)
             if is_archive(file):
-                unpack(file, folder, patterns_of(entry))
+                unpack(file, folder, patterns_in(entry, file))
             else:
                 shutil.move(file, folder / file.name)
     return entry.downloads[0].url
@@ -114,9 +114,12 @@ def is_archive(path: Path) -> bool:
     return zipfile.is_zipfile(path) or (path.name.endswith((".tar.gz", ".tgz", ".tar")) and tarfile.is_tarfile(path))
 
 
-def patterns_of(entry: Published) -> tuple[str, ...]:
-    """The names of the files that a data set's layouts read."""
-    return tuple(pattern for layout in LAYOUTS if layout.name in entry.layouts for pattern in layout.keep)
+def patterns_in(entry: Published, archive: Path) -> tuple[str, ...]:
+    """What of an archive belongs to a data set: the wheel's members, else the files that its layouts read."""
+    if entry.wheel is not None and archive.suffix == ".whl":
+        return entry.wheel.members
+    patterns = tuple(pattern for layout in LAYOUTS if layout.name in entry.layouts for pattern in layout.keep)
+    return patterns or ("*",)
 
 
 def unpack(archive: Path, folder: Path, patterns: tuple[str, ...]) -> None:

