@@ -52,9 +52,9 @@ class RequestLoader:
         catalogue: HistoryStore | None = None, batch_requests: int = 64, batch_tokens: int | None = None,
         shuffle: bool = True, seed: int = 0, rank: int = 0, world_size: int = 1, workers: int = 1,
     ) -> None:
-        for name, value, least in (("batch_requests", batch_requests, 1), ("batch_tokens", batch_tokens or 1, 1),
+        for name, value, least in (("batch_requests", batch_requests, 1), ("batch_tokens", batch_tokens, 1),
                                    ("world_size", world_size, 1), ("workers", workers, 0), ("seed", seed, 0)):
-            if value < least:
+            if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")

@@ -1,0 +1,220 @@
+import json
+import threading
+import time
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semel.batch import Jagged, Pointers, RequestRows, offsets_of
+from semel.examples import RequestLoader, rows_to_table
+from semel.examples.loader import token_cuts
+from semel.features import FeatureSpec
+from semel.history import EventSchema, HistoryStore, Projection
+
+SPEC = FeatureSpec(history_last=4)
+REQUESTS = 23
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    schema = EventSchema({"item_id": pa.int64()})
+    store = HistoryStore.create(tmp_path_factory.mktemp("loader") / "store", schema, shards=2)
+    users = np.repeat(np.arange(8), np.arange(8))
+    store.append(pa.table({"user_id": users, "event_time": np.arange(len(users)), "item_id": users * 10}))
+    yield store
+    store.close()
+
+
+def make_rows(version=1):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 4, REQUESTS)
+    count = int(lengths.sum())
+    return RequestRows(
+        np.array([f"r{i}" for i in range(REQUESTS)], dtype=object),
+        Pointers(rng.integers(0, 9, REQUESTS), np.full(REQUESTS, 1000), np.full(REQUESTS, version)),
+        np.zeros(REQUESTS, dtype=np.int64), {}, Jagged(rng.integers(0, 99, count), offsets_of(lengths)),
+        {"like": rng.random(count).astype(np.float32)}, {"like": np.ones(count, dtype=bool)})
+
+
+def ids(loader):
+    return [batch.request_id.tolist() for batch in loader]
+
+
+def test_one_pass_yields_every_request_once_and_epochs_differ(store):
+    loader = RequestLoader(make_rows(), store, features=SPEC, batch_requests=5)
+    first, second = ids(loader), ids(loader)
+    for epoch in (first, second):
+        assert sorted(chain(*epoch)) == sorted(make_rows().request_id)
+        assert [len(batch) for batch in epoch] == [5, 5, 5, 5, 3]
+    assert first != second and len(loader) == 5
+    loader.set_epoch(0)
+    assert ids(loader) == first
+    in_order = RequestLoader(make_rows(), store, features=SPEC, batch_requests=5, shuffle=False)
+    assert list(chain(*ids(in_order))) == make_rows().request_id.tolist()
+    other = RequestLoader(make_rows(), store, features=SPEC, batch_requests=5, seed=1)
+    assert ids(other) != first
+
+
+@settings(max_examples=25, deadline=None)
+@given(world_size=st.integers(1, 5), size=st.integers(1, 30), tokens=st.sampled_from([None, 1, 9, 40]),
+       workers=st.integers(0, 3), epoch=st.integers(0, 2))
+def test_the_order_does_not_depend_on_world_size_or_workers(store, world_size, size, tokens, workers, epoch):
+    def make(rank, world, threads):
+        loader = RequestLoader(make_rows(), store, features=SPEC, batch_requests=size, batch_tokens=tokens, seed=3,
+                               rank=rank, world_size=world, workers=threads)
+        loader.set_epoch(epoch)
+        return ids(loader)
+
+    alone = make(0, 1, 0)
+    ranks = [make(rank, world_size, workers) for rank in range(world_size)]
+    assert {len(batches) for batches in ranks} == {len(alone)}
+    for step, batch in enumerate(alone):
+        merged = [None] * len(batch)
+        for rank in range(world_size):
+            merged[rank::world_size] = ranks[rank][step]
+        assert merged == batch
+
+
+@settings(max_examples=25, deadline=None)
+@given(stop=st.integers(0, 6), workers=st.integers(0, 2), world_size=st.integers(1, 2))
+def test_a_state_resumes_in_the_middle_of_an_epoch(store, stop, workers, world_size):
+    def make(world=1):
+        return RequestLoader(make_rows(), store, features=SPEC, batch_requests=4, workers=workers, seed=7,
+                             world_size=world)
+
+    whole = make()
+    expected = [ids(whole), ids(whole)]
+    loader = make()
+    loader.set_epoch(1)
+    seen = []
+    for batch in loader:
+        if len(seen) == stop:
+            break
+        seen.append(batch.request_id.tolist())
+        state = json.loads(json.dumps(loader.state_dict()))
+    if not seen:
+        state = make().state_dict() | {"epoch": 1}
+    resumed = make()
+    resumed.load_state_dict(state)
+    resumed.set_epoch(state["epoch"])  # a trainer's loop says this; it must not lose the place
+    assert seen + ids(resumed) == expected[1]
+    assert resumed.epoch == 2
+    shared = make(world_size)
+    shared.load_state_dict(state)
+    assert [batch[0] for batch in seen + ids(shared)] == [batch[0] for batch in expected[1]]
+
+
+def test_breaking_off_starts_the_epoch_anew_and_leaves_no_thread(store):
+    loader = RequestLoader(make_rows(), store, features=SPEC, batch_requests=2, workers=2)
+    before = threading.active_count()
+    firsts = []
+    for _ in range(2):
+        for batch in loader:
+            firsts.append(batch.request_id.tolist())
+            break
+        assert not [t for t in threading.enumerate() if t.name.startswith("semel-loader")]
+    assert firsts[0] == firsts[1] and threading.active_count() == before
+
+
+def test_a_state_of_other_examples_or_settings_is_refused(store):
+    state = RequestLoader(make_rows(), store, features=SPEC, batch_requests=4).state_dict()
+    with pytest.raises(ValueError, match=r"batch_requests=5.*saved with 4"):
+        RequestLoader(make_rows(), store, features=SPEC, batch_requests=5).load_state_dict(state)
+    fewer = make_rows().select(np.arange(20))
+    with pytest.raises(ValueError, match="requests=20"):
+        RequestLoader(fewer, store, features=SPEC, batch_requests=4).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_an_error_comes_out_at_its_batch_and_ends_the_threads(store, workers):
+    rows = make_rows()
+    rows.pointers.version[10] = 99  # not visible
+    loader = RequestLoader(rows, store, features=SPEC, batch_requests=4, shuffle=False, workers=workers)
+    seen = []
+    with pytest.raises(Exception, match="version 99"):
+        seen.extend(loader)
+    assert len(seen) == 2
+    assert not [t for t in threading.enumerate() if t.name.startswith("semel-loader")]
+
+
+def test_tokens_count_history_and_candidates(store):
+    rows = make_rows()
+    loader = RequestLoader(rows, store, features=SPEC, batch_tokens=12, shuffle=False)
+    sizes = []
+    for batch in loader:
+        tokens = int(batch.request["history"].lengths.sum()) + batch.candidates
+        assert tokens <= 12 or batch.requests == 1
+        sizes.append(batch.requests)
+    assert sum(sizes) == REQUESTS and max(sizes) > 1
+    short = RequestLoader(rows, store, Projection(columns=("item_id",), last=1), features=SPEC, batch_tokens=12)
+    assert len(short) < len(loader)
+    assert all(int(batch.request["history"].lengths.max()) <= 1 for batch in short)
+
+
+@given(tokens=st.lists(st.integers(0, 9), max_size=30), limit=st.integers(1, 20))
+def test_token_cuts_are_as_few_as_a_greedy_loop_makes(tokens, limit):
+    cuts = token_cuts(np.array(tokens, dtype=np.int64), limit).tolist()
+    expected, total = [0], 0
+    for place, size in enumerate(tokens):
+        if place > expected[-1] and total + size > limit:
+            expected.append(place)
+            total = 0
+        total += size
+    if tokens:
+        expected.append(len(tokens))
+    assert cuts == expected
+
+
+def test_waiting_is_counted_and_prefetch_hides_it(store):
+    class Slow:
+        """A store whose reads take a while."""
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def read(self, *args):
+            time.sleep(0.02)
+            return store.read(*args)
+
+    def wait(workers):
+        loader = RequestLoader(make_rows(), Slow(), features=SPEC, batch_requests=3, workers=workers)
+        for _ in loader:
+            time.sleep(0.03)
+        return loader.wait_seconds
+
+    assert wait(0) > 8 * 0.02
+    assert wait(2) < 4 * 0.02
+
+
+def test_examples_may_be_rows_a_table_a_file_or_files(store, tmp_path):
+    rows = make_rows()
+    pq.write_table(rows_to_table(rows), tmp_path / "all.parquet")
+    pq.write_table(rows_to_table(rows.select(np.arange(10))), tmp_path / "a.parquet")
+    pq.write_table(rows_to_table(rows.select(np.arange(10, REQUESTS))), tmp_path / "b.parquet")
+    batches = [ids(RequestLoader(examples, store, features=SPEC, batch_requests=6)) for examples in (
+        rows, rows_to_table(rows), tmp_path / "all.parquet", str(tmp_path / "all.parquet"),
+        [tmp_path / "a.parquet", tmp_path / "b.parquet"])]
+    assert all(other == batches[0] for other in batches)
+
+
+def test_impossible_settings_are_refused(store):
+    for settings_ in ({"batch_requests": 0}, {"batch_tokens": 0}, {"rank": 2, "world_size": 2}, {"world_size": 0},
+                      {"workers": -1}):
+        with pytest.raises(ValueError, match=r"must be"):
+            RequestLoader(make_rows(), store, features=SPEC, **settings_)
+    assert ids(RequestLoader(make_rows().select(np.empty(0, np.int64)), store, features=SPEC)) == []
+
+
+def test_batches_are_equal_whatever_materializes_them(store):
+    def run(workers):
+        return list(RequestLoader(make_rows(), store, features=SPEC, batch_requests=4, workers=workers))
+
+    for one, other in zip(run(0), run(3), strict=True):
+        assert torch.equal(one.request["history"]["item_id"].values, other.request["history"]["item_id"].values)
+        assert torch.equal(one.label["like"], other.label["like"])
