@@ -1,0 +1,31 @@
+"""Training: recipes, the loop, runs and their evaluation."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "ExampleConfig": "recipe", "OptimizerConfig": "recipe", "Recipe": "recipe", "override": "recipe",
+    "read_overrides": "recipe",
+    "Interrupted": "trainer", "Progress": "trainer", "Trainer": "trainer", "with_paths": "trainer",
+    "Run": "run",
+    "Evaluation": "evaluation", "evaluate": "evaluation",
+}
+
+__all__ = [
+    "Evaluation", "ExampleConfig", "Interrupted", "OptimizerConfig", "Progress", "Recipe", "Run", "Trainer", "evaluate",
+    "override", "read_overrides", "with_paths",
+]
+
+if TYPE_CHECKING:
+    from semel.training.evaluation import Evaluation, evaluate
+    from semel.training.recipe import ExampleConfig, OptimizerConfig, Recipe, override, read_overrides
+    from semel.training.run import Run
+    from semel.training.trainer import Interrupted, Progress, Trainer, with_paths
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'semel.training' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(import_module(f"semel.training.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

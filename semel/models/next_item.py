@@ -1,0 +1,86 @@
+"""The next-item model: an encoder over the history, scored against item vectors (SASRec, HSTU retrieval)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from semel.batch import JaggedTable, RequestBatch
+from semel.features import FeatureSpec
+from semel.models.config import ModelConfig
+from semel.models.embeddings import ITEM, FeatureTables
+from semel.models.plans import Plans
+from semel.models.rankers import make_encoder
+from semel.models.softmax import sample_negatives, softmax_loss
+
+
+class NextItem(nn.Module):
+    """Scores ``cos(state, item) / temperature``, the state being the encoder's at the last event (or a learned start
+    where there is none). Its logits [C, 1] rank candidates like any other model's."""
+
+    popularity: Tensor
+
+    def __init__(self, config: ModelConfig, features: FeatureSpec, encoders: Mapping[str, nn.Module],
+                 counts: Tensor | None = None) -> None:
+        super().__init__()
+        if config.dim != config.encoder.dim:
+            raise ValueError(f"a next-item model ties tokens to item vectors: dim {config.dim} must equal encoder.dim "
+                             f"{config.encoder.dim}")
+        self.config = config
+        self.tables = FeatureTables(features, encoders, config.dim, 0.0)
+        self.encoder = make_encoder(config.encoder)
+        self.position = nn.Embedding(config.encoder.positions, config.dim)
+        self.start = nn.Parameter(torch.zeros(config.dim))
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        nn.init.normal_(self.position.weight, std=0.02)
+        nn.init.normal_(self.start, std=0.02)
+        items = len(encoders[features.item])  # type: ignore[arg-type]
+        self.register_buffer("popularity", torch.ones(items) if counts is None else counts)
+
+    def encode(self, history: JaggedTable) -> Tensor:
+        """Histories of T events -> states [T, dim]; a state has seen its own event and what came before."""
+        features = self.tables.features.history
+        token = sum(self.tables.embed(feature, history.columns[feature.name]) for feature in features)
+        assert isinstance(token, Tensor)
+        lengths = history.lengths
+        start = torch.repeat_interleave(history.offsets[:-1], lengths, output_size=len(token))
+        steps = torch.arange(len(token), device=token.device) - start
+        token = token * self.config.dim ** 0.5 + self.position(steps.clamp(max=self.position.num_embeddings - 1))
+        plans = Plans.of(self.encoder.config, history.offsets, history.columns["event_time"], None, None)
+        return self.encoder(self.dropout(token), None, plans)[0]
+
+    def last_state(self, history: JaggedTable) -> Tensor:
+        """[R, dim], normalized."""
+        states = torch.cat([self.encode(history), self.start[None]])
+        last = torch.where(history.lengths > 0, history.offsets[1:] - 1, len(states) - 1)
+        return nn.functional.normalize(states[last], dim=-1)
+
+    def item_vectors(self, index: Tensor) -> Tensor:
+        """Indices of the item table -> [..., dim], normalized."""
+        return nn.functional.normalize(self.tables.tables[self.tables.features.item](index), dim=-1)
+
+    def forward(self, batch: RequestBatch) -> Tensor:
+        """[C, 1]."""
+        state = self.last_state(batch.request["history"])[batch.candidate_to_request()]
+        vectors = self.item_vectors(self.tables.items(batch.candidate[ITEM]))
+        return (state * vectors).sum(-1, keepdim=True) / self.config.temperature
+
+    def score_items(self, history: JaggedTable, item_ids: Tensor) -> Tensor:
+        """Every history against the same items: ``item_ids`` [I] stable ids -> [R, I]."""
+        return self.last_state(history) @ self.item_vectors(self.tables.items(item_ids)).T / self.config.temperature
+
+    def loss(self, history: JaggedTable, generator: torch.Generator) -> Tensor:
+        """Mean over all events but the first of each history: the softmax loss of predicting it from those before."""
+        item = self.tables.items(history.columns[self.tables.features.item])
+        keep = torch.ones(len(item), dtype=torch.bool, device=item.device)
+        keep[history.offsets[1:] - 1] = False  # nothing follows a last event
+        target = item.roll(-1)[keep]
+        query = nn.functional.normalize(self.encode(history)[keep], dim=-1)
+        known = target > 0  # an item outside the vocabulary cannot be a class
+        items = len(self.popularity)
+        weights = self.popularity ** self.config.popularity if self.config.popularity else None
+        negative, log_q = sample_negatives(items, self.config.negatives or items, generator, weights)
+        return softmax_loss(query[known], self.item_vectors(target[known]), target[known], self.item_vectors(negative),
+                            negative, log_q, self.config.temperature)

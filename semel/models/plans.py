@@ -1,0 +1,34 @@
+"""Who attends to whom in a target-aware sequence encoder: the history to its past, candidates to the history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from semel.models.attention import AttentionPlan, plan_attention
+from semel.models.config import EncoderConfig
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The attention plans of one batch, shared by all layers of an encoder."""
+
+    history: AttentionPlan
+    candidate: AttentionPlan | None
+
+    @classmethod
+    def of(cls, config: EncoderConfig, history_offsets: Tensor, history_time: Tensor,
+           candidate_offsets: Tensor | None, candidate_time: Tensor | None) -> Plans:
+        """``history_offsets`` [R + 1], ``history_time`` [T] microseconds; the same for candidates, or None."""
+        use_time = config.time and config.kind == "hstu"
+        past = history_time if use_time else None
+        history = plan_attention(history_offsets, history_offsets, causal=True, positions=config.positions,
+                                 query_time=past, key_time=past)
+        if candidate_offsets is None:
+            return cls(history, None)
+        candidate = plan_attention(
+            candidate_offsets, history_offsets, causal=False, positions=config.positions,
+            query_time=candidate_time if use_time else None, key_time=past,
+        )
+        return cls(history, candidate)

@@ -1,0 +1,79 @@
+"""MovieLens-1M: rank the films of a session, and predict the next film."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from semel.features import Feature, FeatureSpec, Task
+from semel.models.config import EncoderConfig, ModelConfig
+from semel.training.recipe import ExampleConfig, OptimizerConfig, Recipe
+
+RANK_FEATURES = FeatureSpec(
+    history=(Feature("item_id"), Feature("rating")),
+    request=(Feature("age"), Feature("gender"), Feature("occupation")),
+    candidate=(Feature("year", "numeric"), Feature("genres", "multi")),
+    tasks=(Task("like"), Task("rating", "regression", weight=0.1)),
+    history_last=100,
+)
+
+
+def ml1m_rank() -> Recipe:
+    """HSTU over the last 100 ratings, candidates attending to them; will the user like (rate 4 or 5) each film?"""
+    return Recipe(
+        name="ml1m_rank",
+        features=RANK_FEATURES,
+        model=ModelConfig(kind="sequence_ranker", dim=32,
+                          encoder=EncoderConfig(dim=64, layers=2, heads=2, head_dim=32, dropout=0.1, positions=101)),
+        examples=ExampleConfig(),
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.01),
+        epochs=6,
+        batch=64,
+        patience=1,
+    )
+
+
+def ml1m_rank_transformer() -> Recipe:
+    """The same with a softmax transformer instead of HSTU."""
+    recipe = ml1m_rank()
+    encoder = replace(recipe.model.encoder, kind="transformer")
+    return replace(recipe, name="ml1m_rank_transformer", model=replace(recipe.model, encoder=encoder))
+
+
+def ml1m_rank_dcnv2() -> Recipe:
+    """DCN V2 over request, candidate and pooled history."""
+    recipe = ml1m_rank()
+    return replace(recipe, name="ml1m_rank_dcnv2", model=replace(recipe.model, kind="dcnv2"))
+
+
+def ml1m_rank_dcnv2_no_history() -> Recipe:
+    """DCN V2 that knows the user's age, gender and occupation only: what a history is worth."""
+    recipe = ml1m_rank_dcnv2()
+    return replace(recipe, name="ml1m_rank_dcnv2_no_history", model=replace(recipe.model, history=False))
+
+
+def ml1m_rank_dlrm() -> Recipe:
+    """DLRM over the same fields."""
+    recipe = ml1m_rank()
+    return replace(recipe, name="ml1m_rank_dlrm", model=replace(recipe.model, kind="dlrm"))
+
+
+def ml1m_next() -> Recipe:
+    """HSTU that predicts the next film, for the published leave-one-out protocol."""
+    return Recipe(
+        name="ml1m_next",
+        features=FeatureSpec(history=(Feature("item_id"),), tasks=(Task("next"),), history_last=200),
+        model=ModelConfig(kind="next_item", dim=64, negatives=512,
+                          encoder=EncoderConfig(dim=64, layers=2, heads=2, head_dim=32, positions=201)),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        epochs=100,
+        batch=128,
+        patience=10,
+        validate_every=2,
+    )
+
+
+def ml1m_next_sasrec() -> Recipe:
+    """The same with a SASRec-like transformer."""
+    recipe = ml1m_next()
+    encoder = replace(recipe.model.encoder, kind="transformer")
+    return replace(recipe, name="ml1m_next_sasrec", model=replace(recipe.model, encoder=encoder))

@@ -1,0 +1,25 @@
+"""Recipes for any store of film ratings (MovieLens of any size, MovieTweetings): no user features needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from semel.features import Feature, FeatureSpec, Task
+from semel.recipes.movielens import ml1m_next, ml1m_rank
+from semel.training.recipe import Recipe
+
+
+def movies_rank() -> Recipe:
+    """Like ``ml1m_rank``, from item, rating and genres alone."""
+    recipe = ml1m_rank()
+    features = FeatureSpec(history=recipe.features.history, candidate=(Feature("genres", "multi"),),
+                           tasks=(Task("like"), Task("rating", "regression", weight=0.1)), history_last=100)
+    return replace(recipe, name="movies_rank", features=features)
+
+
+def movies_next() -> Recipe:
+    """The next film, in the shape of the RecTools comparison: the last 100 events, 128 negatives, 30 epochs."""
+    recipe = ml1m_next()
+    model = replace(recipe.model, negatives=128, encoder=replace(recipe.model.encoder, positions=101))
+    features = replace(recipe.features, history_last=100)
+    return replace(recipe, name="movies_next", features=features, model=model, epochs=30)

@@ -1,0 +1,171 @@
+"""What a model is trained on and how it is judged on the way: ranking requests, or the next item of a history.
+
+An objective owns the data of a run. Both kinds offer the same few things, so that the trainer is one plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semel.batch import JaggedTable, RequestBatch
+from semel.examples import RequestLoader, build_examples, history_tensors, leave_one_out
+from semel.history import HistoryStore
+from semel.metrics import AUC, NormalizedEntropy, Ranking, ranks_of_targets
+from semel.models import Model, NextItem, make_model, ranking_loss
+from semel.training.recipe import Recipe
+from semel.training.sequences import SequenceLoader
+from semel.training.statistics import FeatureStatistics, request_statistics
+
+
+class Loader(Protocol):
+    """Batches of one epoch after the other, resumable."""
+
+    wait_seconds: float
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Any: ...
+    def set_epoch(self, epoch: int) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Objective(Protocol):
+    """``score``: the validation figure that early stopping watches; smaller is better if ``smaller``."""
+
+    loader: Loader
+    score: str
+    smaller: bool
+
+    def make_model(self) -> Model: ...
+    def loss(self, model: Any, batch: Any, generator: torch.Generator) -> Tensor: ...
+    def samples(self, batch: Any) -> int: ...
+    def validate(self, model: Any) -> Mapping[str, float]: ...
+    def close(self) -> None: ...
+
+
+class RankingObjective:
+    """Sessions of the store, split by time; validated by NE and AUC of the first binary task."""
+
+    score, smaller = "ne", True
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.store, self.catalogue = open_stores(recipe.store)
+        config = recipe.examples
+        examples = build_examples(
+            recipe.store, config.name, recipe.features, gap_us=round(config.gap_minutes * 60_000_000),
+            like_threshold=config.like_threshold, validation_fraction=config.validation_fraction,
+            test_fraction=config.test_fraction, max_candidates=config.max_candidates,
+        )
+        for split in ("train", "validation"):
+            if not examples.counts[split]["requests"]:
+                raise ValueError(f"the {split} split of {recipe.store} has no requests; give it a larger fraction "
+                                 f"(examples.{split}_fraction) or more events")
+        common: dict[str, Any] = {"features": recipe.features, "catalogue": self.catalogue, "seed": recipe.seed}
+        self.loader: Loader = RequestLoader(examples.paths["train"], self.store, batch_requests=recipe.batch, **common)
+        self._validation = RequestLoader(examples.paths["validation"], self.store, batch_requests=256, shuffle=False,
+                                         **common)
+        binary = [task.name for task in recipe.features.tasks if task.kind == "binary"]
+        if not binary:
+            raise ValueError(f"recipe {recipe.name!r} has no binary task to validate by")
+        self._judged = binary[0]
+        self._column = [task.name for task in recipe.features.tasks].index(self._judged)
+        self._statistics: Any = lambda: request_statistics(
+            recipe.features, RequestLoader(examples.paths["train"], self.store, batch_requests=256, shuffle=False,
+                                           **common))
+
+    def make_model(self) -> Model:
+        return make_model(self.recipe.model, self.recipe.features, self._statistics().encoders())
+
+    def loss(self, model: Any, batch: RequestBatch, generator: torch.Generator) -> Tensor:
+        return ranking_loss(model(batch), batch, self.recipe.features.tasks)
+
+    def samples(self, batch: RequestBatch) -> int:
+        return batch.candidates
+
+    def validate(self, model: Any) -> dict[str, float]:
+        ne, auc = NormalizedEntropy(), AUC()
+        for batch in self._validation:
+            mask = batch.label_mask[self._judged].numpy()
+            logits = model(batch)[:, self._column].float().numpy()[mask]
+            label = batch.label[self._judged].numpy()[mask]
+            ne.update_logits(label, logits)
+            auc.update_logits(label, logits)
+        return {"ne": ne.ne, "auc": auc.value}
+
+    def close(self) -> None:
+        self.store.close()
+        if self.catalogue is not None:
+            self.catalogue.close()
+
+
+class NextItemObjective:
+    """Each user's history without the last two events; validated by predicting the one before the last."""
+
+    score, smaller = "ndcg@10", False
+    _USERS = 256
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.store, self.catalogue = open_stores(recipe.store)
+        columns = [feature.name for feature in recipe.features.history]
+        sequences = leave_one_out(self.store, columns, holdout=2, min_events=recipe.examples.min_events)
+        if not len(sequences):
+            raise ValueError(f"{recipe.store}: no user has {recipe.examples.min_events} events or more to train on")
+        self._train = history_tensors(sequences.train(), recipe.features)
+        before, target = sequences.validation()
+        self._before = history_tensors(before, recipe.features)
+        self._target = history_tensors(target, recipe.features).columns[recipe.features.item]
+        self.loader: Loader = SequenceLoader(self._train, batch=recipe.batch, last=recipe.features.history_last,
+                                             seed=recipe.seed)
+
+    def make_model(self) -> Model:
+        statistics = FeatureStatistics(self.recipe.features)
+        statistics.add_history(self._train.columns)
+        encoders = statistics.encoders()
+        vocabulary = encoders[self.recipe.features.item]
+        index = vocabulary(self._train.columns[self.recipe.features.item])
+        counts = torch.bincount(index, minlength=len(vocabulary) + 1)[1:].float()  # type: ignore[arg-type]
+        return NextItem(self.recipe.model, self.recipe.features, encoders, counts)
+
+    def loss(self, model: Any, batch: JaggedTable, generator: torch.Generator) -> Tensor:
+        return model.loss(batch, generator)
+
+    def samples(self, batch: JaggedTable) -> int:
+        return len(batch.columns["event_time"])
+
+    def validate(self, model: Any) -> dict[str, float]:
+        ranking = Ranking(ks=(10, 50))
+        vocabulary = model.tables.encoders[self.recipe.features.item]
+        loader = SequenceLoader(self._before, batch=self._USERS, last=self.recipe.features.history_last, shuffle=False)
+        for start in range(0, len(self._before), self._USERS):
+            users = np.arange(start, min(start + self._USERS, len(self._before)))
+            index = vocabulary(self._target[start : start + self._USERS])
+            known = index > 0
+            scores = model.score_items(loader.take(users), vocabulary.ids)
+            ranks = ranks_of_targets(scores[known].numpy(), (index[known] - 1).numpy())
+            # A target that training never saw cannot be ranked: it counts as a miss, not as a smaller test.
+            missed = np.full(int((~known).sum()), scores.shape[1])
+            ranking.update(np.concatenate([ranks, missed]))
+        return {name: float(value) for name, value in ranking.to_json().items() if isinstance(value, float)}
+
+    def close(self) -> None:
+        self.store.close()
+        if self.catalogue is not None:
+            self.catalogue.close()
+
+
+def open_stores(store: str) -> tuple[HistoryStore, HistoryStore | None]:
+    """The event store and its catalogue, if it has one."""
+    folder = Path(store) / "catalogue"
+    return HistoryStore.open(store), HistoryStore.open(str(folder)) if folder.exists() else None
+
+
+def make_objective(recipe: Recipe) -> Objective:
+    return NextItemObjective(recipe) if recipe.model.objective == "next_item" else RankingObjective(recipe)

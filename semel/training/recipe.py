@@ -1,0 +1,178 @@
+"""A recipe: everything that decides a run, as one frozen dataclass, and how a file or a flag overrides its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from semel.features import FeatureSpec
+from semel.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ExampleConfig:
+    """How events become examples. ``name``: the example set under ``STORE/examples``. Ranking: a pause of more than
+    ``gap_minutes`` begins a new request, a rating of ``like_threshold`` or more is a like, the last ``test_fraction``
+    of events by time test and ``validation_fraction`` before them validate. Next item: each user's last event tests,
+    the one before it validates; users with fewer than ``min_events`` are left out."""
+
+    name: str = "sessions"
+    gap_minutes: float = 10.0
+    like_threshold: float = 4.0
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.1
+    max_candidates: int | None = None
+    min_events: int = 3
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up over ``warmup_steps``, then constant or falling linearly to zero at the last step."""
+
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.98
+    warmup_steps: int = 100
+    schedule: Literal["constant", "linear"] = "constant"
+    clip_norm: float = 5.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``batch``: requests of a step (ranking) or users of a step (next item). ``patience``: stop after so many
+    validations without a better one, and keep the best weights. ``validate_every``: epochs between validations.
+    ``checkpoint_steps``: steps between checkpoints beside the one at the end of each epoch."""
+
+    name: str
+    features: FeatureSpec = FeatureSpec()
+    model: ModelConfig = ModelConfig()
+    examples: ExampleConfig = ExampleConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    epochs: int = 10
+    batch: int = 64
+    seed: int = 0
+    patience: int = 3
+    validate_every: int = 1
+    checkpoint_steps: int = 1000
+    store: str = "./store"
+    out: str = "./runs"
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch", "patience", "validate_every", "checkpoint_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"recipe {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Recipe:
+        return _build(cls, value, "")
+
+
+def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """``recipe`` with some fields replaced: a nested mapping (of a TOML file), or dotted names to values or to text as
+    the command line gives it. Raises ValueError for a field that does not exist (naming the nearest one) or a value of
+    another type."""
+    for name, value in _flatten(values).items():
+        recipe = _replace(recipe, name.split("."), value, name)
+    return recipe
+
+
+def read_overrides(path: str | Path) -> dict[str, Any]:
+    """A TOML file of recipe fields. FileNotFoundError, or ValueError with the place of a syntax error."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _replace(value: Any, path: list[str], new: Any, full: str) -> Any:
+    names = [f.name for f in dataclasses.fields(value)]
+    if path[0] not in names:
+        close = difflib.get_close_matches(path[0], names, n=1, cutoff=0.0)
+        raise ValueError(f"unknown field {full!r}: there is no {path[0]!r} here; the nearest is {close[0]!r}")
+    hint = typing.get_type_hints(type(value))[path[0]]
+    if len(path) > 1:
+        inner = getattr(value, path[0])
+        if not dataclasses.is_dataclass(inner):
+            raise ValueError(f"unknown field {full!r}: {path[0]!r} has no fields")
+        return dataclasses.replace(value, **{path[0]: _replace(inner, path[1:], new, full)})
+    return dataclasses.replace(value, **{path[0]: _coerce(hint, new, full)})
+
+
+def _build(cls: type[Any], value: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from JSON, its nested dataclasses and tuples too."""
+    hints = typing.get_type_hints(cls)
+    unknown = set(value) - set(hints)
+    if unknown:
+        raise ValueError(f"unknown field {where}{sorted(unknown)[0]!r} in a saved recipe")
+    return cls(**{name: _coerce(hints[name], item, where + name) for name, item in value.items()})
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    """``value`` as the type ``hint`` says; text is parsed (the command line knows no types)."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            if type(None) in arguments:
+                return None
+            raise ValueError(f"{where} cannot be none")
+        return _coerce(next(a for a in arguments if a is not type(None)), value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r}")
+        return value
+    if origin is tuple:
+        if isinstance(value, str):
+            value = [part for part in value.strip("()[] ").split(",") if part.strip()]
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{where} must be a list, got {value!r}")
+        return tuple(_coerce(arguments[0], item.strip() if isinstance(item, str) else item, where) for item in value)
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, Mapping):
+            return _build(hint, value, where + ".")  # type: ignore[arg-type]
+        raise ValueError(f"{where} must be a table of fields, got {value!r}")
+    return _scalar(hint, value, where)
+
+
+def _scalar(hint: Any, value: Any, where: str) -> Any:
+    wrong = ValueError(f"{where} must be {hint.__name__}, got {value!r}")
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        raise wrong
+    if isinstance(value, bool):
+        raise wrong
+    if hint is int and isinstance(value, float) and not value.is_integer():
+        raise wrong
+    if hint is str and not isinstance(value, str):
+        raise wrong
+    try:
+        return hint(value)
+    except (TypeError, ValueError):
+        raise wrong from None
+
+
