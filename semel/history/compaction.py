@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from semel.history import gather
-from semel.history.generation import NO_VALIDITY, Generation, GenerationWriter, Shard
+from semel.history.following import View
+from semel.history.generation import NO_VALIDITY, GenerationWriter, Shard
 from semel.history.schema import EventSchema
-from semel.history.tail import Tail, frozen
+from semel.history.tail import Tail, bits, frozen
 
 _NONE = frozen(np.empty(0, np.int64))
 
@@ -66,12 +67,6 @@ def take(refs: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return out
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    """The same rows as unsigned integers (or, for lists, vectors of them), so that kernels are compiled once a width
-    and not once a dtype."""
-    return array.view(f"u{array.dtype.itemsize}")
-
-
 def validity(refs: np.ndarray, old: np.ndarray, rows: int, new: np.ndarray) -> np.ndarray:
     """``take`` for validity, where an empty array means that nothing is null."""
     if not len(old) and not len(new):
@@ -81,9 +76,11 @@ def validity(refs: np.ndarray, old: np.ndarray, rows: int, new: np.ndarray) -> n
     return take(refs, old, new)
 
 
-def write_generation(folder: Path, old: Generation, tail: Tail, dictionaries: dict[str, np.ndarray],
-                     tokens: dict[str, int], progress: Callable[[int, int], None] | None = None) -> int:
-    """Write old generation + tail as a new one into ``folder``; its seal. One shard at a time in memory."""
+def write_generation(folder: Path, view: View, tokens: dict[str, int],
+                     progress: Callable[[int, int], None] | None = None) -> int:
+    """Write the view's generation + tail as a new generation into ``folder``; its seal. One shard at a time in
+    memory."""
+    old, tail = view.generation, view.tail
     schema, shards = old.schema, len(old.shards)
     writer = GenerationWriter(folder, schema, shards)
     keys = tail.columns[""]
@@ -97,7 +94,9 @@ def write_generation(folder: Path, old: Generation, tail: Tail, dictionaries: di
         _write_shard(writer, schema, shard, tail, rows, new_keys)
         if progress is not None:
             progress(shard.index + 1, shards)
-    return writer.finish({name: [value.encode() for value in values] for name, values in dictionaries.items()}, tokens)
+    dictionaries = {name: [value.encode() for value in view.dictionaries.array(name)]
+                    for name in view.dictionaries.names}
+    return writer.finish(dictionaries, tokens)
 
 
 def _write_shard(writer: GenerationWriter, schema: EventSchema, shard: Shard, tail: Tail, rows: np.ndarray,

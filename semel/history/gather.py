@@ -19,11 +19,12 @@ _FNV_PRIME = np.uint64(0x100000001B3)
 _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _NO_SINCE = np.iinfo(np.int64).min
 
-KNOWN, PLAIN = 1, 2  # flags of a pointer: the user had events by its version; all of them in the generation had
-
 
 def kernel(function: Any) -> Any:
-    return numba.njit(cache=True, nogil=True)(function)
+    try:
+        return numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no folder to keep compiled code in: compile once a process
+        return numba.njit(nogil=True)(function)
 
 
 @kernel
@@ -62,16 +63,6 @@ def _lower_bound(array, low, high, value):
 
 
 @kernel
-def find_integers(users, keys, index, out):
-    """out[p] = the row of keys[p] in sorted ``users``, or -1; for the p of ``index``."""
-    n = len(users)
-    for j in range(len(index)):
-        p = index[j]
-        at = _lower_bound(users, 0, n, keys[p])
-        out[p] = at if at < n and users[at] == keys[p] else -1
-
-
-@kernel
 def find_strings(user_offsets, user_bytes, key_offsets, key_bytes, index, out):
     """The same for UTF-8 strings sorted by their bytes."""
     for j in range(len(index)):
@@ -102,15 +93,20 @@ def find_strings(user_offsets, user_bytes, key_offsets, key_bytes, index, out):
 
 
 @kernel
-def locate(offsets, times, first, last, index, user, as_of, version, since, low, high, flags):
-    """The rows [low, high) of each pointer's user with ``since <= event_time < as_of``, and its flags."""
+def cut(offsets, times, first, last, index, user, as_of, version, since, most, low, high, plain, begin, count, status):
+    """For the pointers p of ``index``: the rows [low, high) of user[p] (-1: not here) with
+    ``since <= event_time < as_of``, whether all rows of the user are of visible versions (plain), and if so the newest
+    ``most``: begin, count. Returns whether all are plain."""
+    all_plain = True
     for j in range(len(index)):
         p = index[j]
         u = user[p]
         if u < 0 or first[u] > version[p]:
             low[p] = 0
             high[p] = 0
-            flags[p] = PLAIN
+            plain[p] = True
+            begin[p] = 0
+            count[p] = 0
             continue
         a, b = offsets[u], offsets[u + 1]
         if times[b - 1] >= as_of[p]:
@@ -119,26 +115,51 @@ def locate(offsets, times, first, last, index, user, as_of, version, since, low,
             a = _lower_bound(times, a, b, since)
         low[p] = a
         high[p] = b
-        flags[p] = KNOWN | (PLAIN if last[u] <= version[p] else 0)
+        begin[p] = max(a, b - most)
+        count[p] = b - begin[p]
+        plain[p] = last[u] <= version[p]
+        all_plain &= plain[p]
+        status[p] = 0
+    return all_plain
 
 
 @kernel
-def locate_run(users, offsets, times, first, keys, as_of, version, since, level, low, high, known):
-    """``locate`` in one run of the tail: low and high are [P, levels], ``known`` [P] is set where the user is."""
+def cut_integers(users, keys, offsets, times, first, last, index, user, as_of, version, since, most, low, high, plain,
+                 begin, count, status):
+    """``cut``, with the users found in a sorted array first."""
     n = len(users)
-    for p in range(len(keys)):
+    for j in range(len(index)):
+        p = index[j]
         at = _lower_bound(users, 0, n, keys[p])
-        if at == n or users[at] != keys[p] or first[at] > version[p]:
-            low[p, level] = 0
-            high[p, level] = 0
-            continue
-        known[p] = KNOWN
-        a = offsets[at]
-        b = _lower_bound(times, a, offsets[at + 1], as_of[p])
-        if since != _NO_SINCE:
-            a = _lower_bound(times, a, b, since)
-        low[p, level] = a
-        high[p, level] = b
+        user[p] = at if at < n and users[at] == keys[p] else -1
+    return cut(offsets, times, first, last, index, user, as_of, version, since, most, low, high, plain, begin, count,
+               status)
+
+
+@kernel
+def cut_runs(users, offsets, times, first, keys, as_of, version, since, most, low, high, room, status):
+    """``cut`` in the runs of the tail (a tuple of arrays each, newest run first): low and high are [P, runs]. ``room``
+    [P + 1]: offsets with place for each pointer's rows, at most ``most``."""
+    room[0] = 0
+    for p in range(len(keys)):
+        total = 0
+        for k in range(low.shape[1]):
+            low[p, k] = 0
+            high[p, k] = 0
+            n = len(users[k])
+            at = _lower_bound(users[k], 0, n, keys[p])
+            if at == n or users[k][at] != keys[p] or first[k][at] > version[p]:
+                continue
+            status[p] = 0
+            a = offsets[k][at]
+            b = _lower_bound(times[k], a, offsets[k][at + 1], as_of[p])
+            if since != _NO_SINCE:
+                a = _lower_bound(times[k], a, b, since)
+            low[p, k] = a
+            high[p, k] = b
+            total += b - a
+        room[p + 1] = room[p] + min(total, most)
+    return room[len(keys)]
 
 
 @kernel
@@ -180,32 +201,29 @@ def select_tail(rows, times, low, high, versions, version, group, valid, groups,
 
 
 @kernel
-def count_plain(index, low, high, flags, most, begin, count):
-    """The last ``most`` rows of each range; returns whether all pointers of ``index`` are plain."""
-    plain = True
-    for j in range(len(index)):
-        p = index[j]
-        n = min(high[p] - low[p], most)
-        begin[p] = high[p] - n
-        count[p] = n
-        plain &= (flags[p] & PLAIN) != 0
-    return plain
+def reserve(low, high, plain, filtered, tail_begin, tail_end, most, room):
+    """``room`` [P + 1]: offsets with place for the references of the pointers that need them (a filter by version or
+    group, or rows in the tail), none for plain ranges."""
+    room[0] = 0
+    for p in range(len(low)):
+        in_tail = tail_end[p] - tail_begin[p]
+        slow = filtered or in_tail > 0 or not plain[p]
+        room[p + 1] = room[p] + (min(high[p] - low[p] + in_tail, most) if slow else 0)
+    return room[len(low)]
 
 
 @kernel
-def select(index, low, high, flags, times, versions, version, group, valid, groups, filtered,
+def select(index, low, high, plain, times, versions, version, group, valid, groups, filtered,
            tail_rows, tail_begin, tail_end, tail_times, most, room, refs, begin, count):
-    """What ``count_plain`` does where a version or group must be tested or the tail has rows: references in
-    refs[begin[p]:begin[p] + count[p]], ascending, the newest ``most``. begin[p] is of the generation (a plain range)
-    where room[p] == room[p + 1]."""
+    """What ``cut`` does where a version or group must be tested or the tail has rows: references in
+    refs[begin[p]:begin[p] + count[p]], ascending, the newest ``most``. Where room[p] == room[p + 1] begin and count
+    stay a range of the generation. Returns whether all of ``index`` do."""
+    all_plain = True
     for j in range(len(index)):
         p = index[j]
         if room[p] == room[p + 1]:
-            n = min(high[p] - low[p], most)
-            begin[p] = high[p] - n
-            count[p] = n
             continue
-        plain = (flags[p] & PLAIN) != 0
+        all_plain = False
         a, at = low[p], high[p]
         tail_a, tail_at = tail_begin[p], tail_end[p]
         out = room[p + 1]
@@ -218,7 +236,7 @@ def select(index, low, high, flags, times, versions, version, group, valid, grou
                 taken += 1
             elif at > a:
                 at -= 1
-                if (plain or versions[at] <= version[p]) and (not filtered or _wanted(group, valid, at, groups)):
+                if (plain[p] or versions[at] <= version[p]) and (not filtered or _wanted(group, valid, at, groups)):
                     out -= 1
                     refs[out] = at
                     taken += 1
@@ -226,6 +244,16 @@ def select(index, low, high, flags, times, versions, version, group, valid, grou
                 break
         begin[p] = out
         count[p] = taken
+    return all_plain
+
+
+@kernel
+def sum_counts(count, offsets):
+    """``offsets`` [P + 1] of ``count`` [P]; returns the last."""
+    offsets[0] = 0
+    for p in range(len(count)):
+        offsets[p + 1] = offsets[p] + count[p]
+    return offsets[len(count)]
 
 
 @kernel

@@ -16,11 +16,12 @@ from semel.history.files import (
     parse_json,
     replace_file,
     split_strings,
-    sync_folder,
+    sync_files,
     write_array,
     write_strings,
 )
 from semel.history.schema import EventSchema
+from semel.history.tail import bits
 
 MAGIC = "semel-generation"
 FORMAT = 1
@@ -36,20 +37,15 @@ class Shard:
     def __init__(self, generation: Generation, index: int) -> None:
         self._generation, self.index = generation, index
         self._arrays: dict[str, np.ndarray] = {}
+        self._words: dict[str, np.ndarray] = {}
+        self._valid: dict[str, np.ndarray] = {}
+        self.rows, self.user_count = int(generation.info["rows"][index]), int(generation.info["users"][index])
 
     def _array(self, name: str, dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
         array = self._arrays.get(name)
         if array is None:
             array = self._arrays[name] = self._generation.array(shard_file(self.index, name), dtype, shape)
         return array
-
-    @property
-    def rows(self) -> int:
-        return int(self._generation.info["rows"][self.index])
-
-    @property
-    def user_count(self) -> int:
-        return int(self._generation.info["users"][self.index])
 
     @property
     def users(self) -> np.ndarray:
@@ -82,14 +78,21 @@ class Shard:
         position, column = self._generation.positions[name]
         return self._array(f"column-{position:03d}", column.dtype, column.shape)
 
+    def words(self, name: str) -> np.ndarray:
+        """The same as ``bits``."""
+        words = self._words.get(name)
+        if words is None:
+            words = self._words[name] = bits(self.column(name))
+        return words
+
     def valid(self, name: str) -> np.ndarray:
         """[rows] bool, or empty where no value of the shard is null."""
-        if name in _TIMES:
-            return NO_VALIDITY
-        file = f"column-{self._generation.positions[name][0]:03d}.valid"
-        if shard_file(self.index, file) not in self._generation.info["files"]:
-            return NO_VALIDITY
-        return self._array(file, bool)
+        valid = self._valid.get(name)
+        if valid is None:
+            file = "" if name in _TIMES else f"column-{self._generation.positions[name][0]:03d}.valid"
+            listed = shard_file(self.index, file) in self._generation.info["files"]
+            valid = self._valid[name] = self._array(file, bool) if listed else NO_VALIDITY
+        return valid
 
     def user_keys(self) -> list[bytes]:
         return split_strings(*self.user_strings)
@@ -223,9 +226,9 @@ class GenerationWriter:
                 self.strings(f"dictionary-{i:03d}", dictionaries[name])
         self.strings("tokens", [token.encode() for token in tokens])
         self.array("token_versions", np.array(list(tokens.values()), np.int64))
+        files = [self.folder / file for file in self._info["files"]]
+        sync_files([*files, *{file.parent for file in files}])
         path = self.folder / NAME
         content = dump_json(self._info)
         replace_file(path, content)
-        for folder in {self.folder / Path(file).parent for file in self._info["files"]}:
-            sync_folder(folder)
         return int(parse_json(content, path)["checksum"])

@@ -70,21 +70,23 @@ class SegmentWriter:
         if self._broken:
             raise StoreError(f"{self.path}: an earlier write could not be made durable; reopen the log")
         record = encode_record(batch, metadata or {})
+        self._broken = True  # until the record is known to be there, or to be gone
         try:
             written = 0
             while written < len(record):
                 written += os.pwrite(self._handle, memoryview(record)[written:], self.size + written)
         except OSError:
-            self._broken = True  # until the half record is known to be gone
             os.ftruncate(self._handle, self.size)
             self._broken = False
             raise
-        try:
-            sync(self._handle)
-        except OSError:
-            self._broken = True
-            raise
+        sync(self._handle)
         self.size += len(record)
+        self._broken = False
+
+    @property
+    def usable(self) -> bool:
+        """False when a failed write left it unknown what the disk holds."""
+        return not self._broken
 
     def close(self) -> None:
         if self._handle >= 0:
@@ -190,7 +192,8 @@ def _read_record(file: Any, path: Path, offset: int, size: int) -> tuple[dict[st
         return None
     magic, text_bytes, body_bytes, payload_crc, head_crc = _RECORD.unpack(head)
     if magic != b"SREC" or zlib.crc32(head[: _HEAD.size]) != head_crc or any(head[_HEAD.size + 4 :]):
-        if _never_written(head + file.read(_PAGE)):
+        rest = head + file.read(1 << 20)
+        if _never_written(rest) or (offset % _PAGE > _PAGE - _RECORD.size and _never_written(rest[-offset % _PAGE :])):
             return None
         raise CorruptFile(f"{path}: damaged record header at byte {offset}")
     end = offset + _RECORD.size + text_bytes + body_bytes + len(_END)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from semel.batch import JaggedTable, Pointers, offsets_of
+from semel.batch import JaggedTable, Pointers
 from semel.history import gather
-from semel.history.compaction import bits, packed, shards_of
-from semel.history.generation import NO_VALIDITY, Generation, Shard
+from semel.history.compaction import packed
+from semel.history.following import View
+from semel.history.generation import NO_VALIDITY
 from semel.history.schema import RESERVED, EventSchema, Projection, Status
-from semel.history.tail import LEVELS, Tail, frozen
+from semel.history.tail import LEVELS, bits, frozen
 
 _NO_LIMIT = 1 << 62
 _NO_SINCE = int(np.iinfo(np.int64).min)
 _NO_GROUPS = frozen(np.empty(0, np.int64))
 _NO_COLUMN = frozen(np.empty(0, np.int32))
 _NO_ROWS = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class View:
-    """What a handle sees at a moment: immutable, so a reader that holds one needs no lock."""
-
-    generation: Generation
-    tail: Tail
-    version: int
-    dictionaries: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -74,77 +66,70 @@ def group_codes(view: View, schema: EventSchema, projection: Projection) -> np.n
     if groups is None:
         return _NO_GROUPS
     if schema.group is not None and schema.layout[schema.group].is_dictionary:
-        dictionary = view.dictionaries[schema.group]
-        return frozen(np.flatnonzero(np.isin(dictionary, np.array(groups, object))).astype(np.int64))
+        codes = view.dictionaries.codes(schema.group, groups)
+        return frozen(np.array([code for code in codes if code >= 0], np.int64))
     return frozen(np.array([int(value) for value in groups], np.int64))
 
 
 def select(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> Selection:
     """The rows that ``pointers`` see through ``projection``."""
-    generation, tail = view.generation, view.tail
-    count = len(pointers)
-    strings = schema.string_keys
-    encoded = [text.encode() for text in pointers.user_id] if strings else []
-    key_offsets, key_bytes = packed(encoded)
-    keys = frozen(np.ascontiguousarray(pointers.user_id)) if not strings else _NO_GROUPS
-    as_of = frozen(np.ascontiguousarray(pointers.as_of))
-    version = frozen(np.ascontiguousarray(pointers.version))
+    size = len(pointers)
+    shards = view.generation.shards
+    as_of, version = frozen(np.ascontiguousarray(pointers.as_of)), frozen(np.ascontiguousarray(pointers.version))
     since = _NO_SINCE if projection.since is None else int(projection.since)
     most = _NO_LIMIT if projection.last is None else int(projection.last)
     filtered = projection.groups is not None
     groups = group_codes(view, schema, projection)
+    status = np.full(size, Status.UNKNOWN_USER.value, np.uint8)
+    low, high, begin, count, user, of_shard = np.empty((6, size), np.int64)
+    plain = np.empty(size, bool)
 
-    low, high = np.empty(count, np.int64), np.empty(count, np.int64)
-    flags = np.empty(count, np.uint8)
-    begin, lengths, user = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
-    known = np.zeros(count, np.uint8)
-    tail_rows, tail_begin, tail_end = _NO_ROWS, _NO_ROWS, _NO_ROWS
-    if tail.rows:
-        tail_rows, tail_begin, tail_end = _select_tail(
-            view, schema, frozen(tail.keys_of(keys if not strings else pointers.user_id)), as_of, version, since, most,
-            filtered, groups, known)
-
-    shard_of = shards_of(encoded if strings else keys, len(generation.shards))
+    if schema.string_keys:
+        encoded = [text.encode() for text in pointers.user_id]
+        key_offsets, key_bytes = packed(encoded)
+        gather.shards_of_strings(key_offsets, key_bytes, len(shards), of_shard)
+        keys = frozen(view.tail.keys_of(pointers.user_id))
+    else:
+        keys = frozen(np.ascontiguousarray(pointers.user_id))
+        gather.shards_of_integers(keys, len(shards), of_shard)
     parts: list[Part] = []
-    plain_parts: list[bool] = []
-    for index_of, rows in _by_shard(shard_of):
-        shard = generation.shards[index_of]
-        if shard.rows:
-            if strings:
-                gather.find_strings(*shard.user_strings, key_offsets, key_bytes, rows, user)
-            else:
-                gather.find_integers(shard.users, keys, rows, user)
-            gather.locate(shard.offsets, shard.column("event_time"), shard.first, shard.last, rows, user, as_of,
-                          version, since, low, high, flags)
+    all_plain = not filtered
+    for number, index in _by_shard(of_shard):
+        shard = shards[number]
+        is_plain = True
+        if not shard.rows:
+            low[index] = high[index] = begin[index] = count[index] = 0
+            plain[index] = True
         else:
-            low[rows] = high[rows] = 0
-            flags[rows] = gather.PLAIN
-        plain_parts.append(bool(gather.count_plain(rows, low, high, flags, most, begin, lengths)) and not filtered)
-        parts.append(Part(index_of, rows, plain_parts[-1]))
+            by_user = (shard.offsets, shard.column("event_time"), shard.first, shard.last, index, user, as_of, version,
+                       since, most, low, high, plain, begin, count, status)
+            if schema.string_keys:
+                gather.find_strings(*shard.user_strings, key_offsets, key_bytes, index, user)
+                is_plain = gather.cut(*by_user)
+            else:
+                is_plain = gather.cut_integers(shard.users, keys, *by_user)
+        all_plain &= is_plain
+        parts.append(Part(number, index, True))
 
-    room = np.zeros(count + 1, np.int64)
-    refs = _NO_ROWS
-    if (tail.rows and (tail_end > tail_begin).any()) or not all(plain_parts):
-        slow = np.full(count, filtered) if filtered else (flags & gather.PLAIN) == 0
-        in_tail: np.ndarray | int = 0
-        if tail.rows:
-            in_tail = tail_end - tail_begin
-            slow |= in_tail > 0
-        np.cumsum(np.where(slow, np.minimum(high - low + in_tail, most), 0), out=room[1:])
-        refs = np.empty(int(room[-1]), np.int64)
-        zeros = np.zeros(count, np.int64)
-        for at, part in enumerate(parts):
-            shard = generation.shards[part.shard]
-            empty = not shard.rows
-            group, valid = _group_of(shard, schema) if filtered and not empty else (_NO_COLUMN, NO_VALIDITY)
-            gather.select(part.index, low, high, flags, _NO_GROUPS if empty else shard.column("event_time"),
-                          _NO_GROUPS if empty else shard.column("version"), version, group, valid, groups, filtered,
-                          tail_rows, tail_begin if tail.rows else zeros, tail_end if tail.rows else zeros,
-                          tail.columns["event_time"], most, room, refs, begin, lengths)
-            parts[at] = Part(part.shard, part.index, not (room[part.index + 1] > room[part.index]).any())
-    seen = ((flags & gather.KNOWN) | known) != 0
-    return Selection(parts, begin, lengths, room, refs,
-                     np.where(seen, Status.OK.value, Status.UNKNOWN_USER.value).astype(np.uint8))
+    tail = _select_tail(view, schema, keys, as_of, version, since, most, filtered, groups, status)
+    if all_plain and tail is None:
+        return Selection(parts, begin, count, _NO_ROWS, _NO_ROWS, status)
+    tail_rows, tail_begin, tail_end = tail or (_NO_ROWS, *np.zeros((2, size), np.int64))
+    room = np.empty(size + 1, np.int64)
+    refs = np.empty(gather.reserve(low, high, plain, filtered, tail_begin, tail_end, most, room), np.int64)
+    for at, part in enumerate(parts):
+        shard = shards[part.shard]
+        times = versions = _NO_GROUPS
+        group, valid = _NO_COLUMN, NO_VALIDITY
+        if shard.rows:
+            times, versions = shard.column("event_time"), shard.column("version")
+            if schema.group is not None and filtered:
+                group, valid = shard.column(schema.group), shard.valid(schema.group)
+        is_plain = gather.select(part.index, low, high, plain, times, versions, version, group, valid, groups, filtered,
+                                 tail_rows, tail_begin, tail_end, view.tail.columns["event_time"], most, room, refs,
+                                 begin, count)
+        parts[at] = Part(part.shard, part.index, is_plain)
+    return Selection(parts, begin, count, room, refs, status)
 
 
 def _by_shard(shard_of: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -157,73 +142,78 @@ def _by_shard(shard_of: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 def _select_tail(view: View, schema: EventSchema, keys: np.ndarray, as_of: np.ndarray, version: np.ndarray, since: int,
-                 most: int, filtered: bool, groups: np.ndarray, known: np.ndarray,
-                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(rows, begin [P], end [P]): each pointer's visible, wanted rows of the tail, in order."""
-    tail, count = view.tail, len(keys)
-    runs = tail.runs
-    low, high = np.zeros((count, len(LEVELS)), np.int64), np.zeros((count, len(LEVELS)), np.int64)
-    for level, run in enumerate(runs):
-        if len(run.rows):
-            gather.locate_run(run.users, run.offsets, run.times, run.first, keys, as_of, version, since, level, low,
-                              high, known)
-    room = offsets_of(np.minimum((high - low).sum(axis=1), most))
-    rows, begin = np.empty(int(room[-1]), np.int64), np.empty(count, np.int64)
+                 most: int, filtered: bool, groups: np.ndarray, status: np.ndarray,
+                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """(rows, begin [P], end [P]): each pointer's visible, wanted rows of the tail, in order. None where there are
+    none."""
+    tail, size = view.tail, len(keys)
+    if not tail.rows:
+        return None
+    index = tail.index
+    low, high = np.empty((2, size, len(LEVELS)), np.int64)
+    room = np.empty(size + 1, np.int64)
+    most_rows = gather.cut_runs(index.users, index.offsets, index.times, index.first, keys, as_of, version, since, most,
+                                low, high, room, status)
+    if not most_rows:
+        return None
+    rows, begin = np.empty(most_rows, np.int64), np.empty(size, np.int64)
     group, valid = _NO_COLUMN, NO_VALIDITY
     if filtered:
         assert schema.group is not None
         group, valid = tail.columns[schema.group], tail.valid.get(schema.group, NO_VALIDITY)
-    gather.select_tail(tuple(run.rows for run in runs), tuple(run.times for run in runs), low, high,
-                       tail.columns["version"], version, group, valid, groups, filtered, most, room, rows, begin)
-    return rows, begin, room[1:].copy()
-
-
-def _group_of(shard: Shard, schema: EventSchema) -> tuple[np.ndarray, np.ndarray]:
-    assert schema.group is not None
-    return shard.column(schema.group), shard.valid(schema.group)
+    gather.select_tail(index.rows, index.times, low, high, tail.columns["version"], version, group, valid, groups,
+                       filtered, most, room, rows, begin)
+    return rows, begin, room[1:]
 
 
 def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> JaggedTable:
     chosen = select(view, schema, pointers, projection)
-    offsets = offsets_of(chosen.count)
+    offsets = np.empty(len(chosen.count) + 1, np.int64)
+    total = gather.sum_counts(chosen.count, offsets)
+    shards, tail = view.generation.shards, view.tail
     columns: dict[str, np.ndarray] = {}
     validity: dict[str, np.ndarray] = {}
     for name in projection.columns:
-        template = view.tail.columns[name]
-        out = np.empty((int(offsets[-1]), *template.shape[1:]), template.dtype)
-        _fill(view, chosen, offsets, name, False, out)
+        template = tail.columns[name]
+        out = np.empty((total, *template.shape[1:]), template.dtype)
+        old = [shards[part.shard].words(name) if shards[part.shard].rows else None for part in chosen.parts]
+        _copy(chosen, offsets, old, tail.words(name), bits(out))
         columns[name] = out
-        if _may_be_null(view, chosen, name):
-            valid = np.ones(int(offsets[-1]), bool)
-            _fill(view, chosen, offsets, name, True, valid)
-            if not valid.all():
-                validity[name] = valid
-                if name in view.dictionaries:
-                    out[~valid] = -1
-    dictionaries = {name: view.dictionaries[name] for name in columns if name in view.dictionaries}
+        valid = _validity(view, chosen, offsets, name, total)
+        if valid is not None:
+            validity[name] = valid
+            if name in view.dictionaries.names:
+                out[~valid] = -1
+    dictionaries = {name: view.dictionaries.array(name) for name in columns if name in view.dictionaries.names}
     return JaggedTable(columns, offsets, validity or None, dictionaries or None, chosen.status)
 
 
-def _may_be_null(view: View, chosen: Selection, name: str) -> bool:
-    if name in view.tail.valid and len(chosen.refs):
-        return True
-    return any(len(view.generation.shards[part.shard].valid(name)) for part in chosen.parts)
+def _validity(view: View, chosen: Selection, offsets: np.ndarray, name: str, total: int) -> np.ndarray | None:
+    """[total] bool, or None where no value that was read is null."""
+    shards, tail = [view.generation.shards[part.shard] for part in chosen.parts], view.tail
+    in_tail = name in tail.valid and len(chosen.refs) > 0
+    if not in_tail and not any(len(shard.valid(name)) for shard in shards):
+        return None
+    old = [shard.valid(name) if len(shard.valid(name)) else _all_valid(shard.rows) for shard in shards]
+    new = tail.valid[name] if in_tail else _all_valid(tail.rows)
+    valid = np.empty(total, bool)
+    _copy(chosen, offsets, [bits(mask) for mask in old], bits(new), bits(valid))
+    return None if valid.all() else valid
 
 
-def _fill(view: View, chosen: Selection, offsets: np.ndarray, name: str, valid: bool, out: np.ndarray) -> None:
-    """Copy one column, or its validity, of all pointers to ``out``."""
-    tail = view.tail.valid.get(name, NO_VALIDITY) if valid else view.tail.columns[name]
-    tail, target = bits(tail), bits(out)
-    for part in chosen.parts:
-        shard = view.generation.shards[part.shard]
-        values = tail[:0]
-        if shard.rows:
-            values = bits(shard.valid(name) if valid else shard.column(name))
-        if valid and not len(values):
-            values = bits(frozen(np.ones(shard.rows, bool)))
+def _all_valid(rows: int) -> np.ndarray:
+    return frozen(np.ones(rows, bool))
+
+
+def _copy(chosen: Selection, offsets: np.ndarray, old: Sequence[np.ndarray | None], new: np.ndarray,
+          out: np.ndarray) -> None:
+    """Copy the chosen rows of a column: ``old`` for each part the shard's values (None: it has none), ``new`` the
+    tail's."""
+    for part, values in zip(chosen.parts, old, strict=True):
+        if values is None:
+            values = new[:0]
         if part.plain:
-            gather.copy_plain(part.index, chosen.begin, chosen.count, offsets, values, target)
+            gather.copy_plain(part.index, chosen.begin, chosen.count, offsets, values, out)
         else:
-            new = bits(frozen(np.ones(view.tail.rows, bool))) if valid and not len(tail) else tail
             gather.copy_rows(part.index, chosen.begin, chosen.count, offsets, chosen.room, chosen.refs, values, new,
-                             target)
+                             out)

@@ -63,15 +63,17 @@ class Column:
     is_dictionary: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        kind, shape = self.type, ()
+        kind: pa.DataType = self.type
+        shape: tuple[int, ...] = ()
         if pa.types.is_fixed_size_list(kind):
-            shape, kind = (kind.list_size,), kind.value_type
+            shape = (kind.list_size,)
+            kind = kind.value_type
             if shape[0] < 1 or _short(kind) not in _SIMPLE or pa.types.is_string(kind):
                 raise ValueError(f"column {self.name!r}: lists must be of numbers and not empty, got {self.type}")
         dictionary = pa.types.is_string(kind) or (
             pa.types.is_dictionary(kind) and pa.types.is_string(kind.value_type))
         if dictionary:
-            dtype = np.dtype(np.int32)
+            dtype: np.dtype = np.dtype(np.int32)
         elif pa.types.is_timestamp(kind):
             dtype = np.dtype(np.int64)
         elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
@@ -130,6 +132,12 @@ class EventSchema:
     def arrow(self) -> pa.Schema:
         """The schema of a table that ``append`` takes."""
         return pa.schema([(self.key, self.user_id), ("event_time", pa.int64()), *self.columns.items()])
+
+    @property
+    def stored(self) -> pa.Schema:
+        """The schema of the log's batches."""
+        return pa.schema([(self.key, self.user_id), ("event_time", pa.int64()),
+                          *((name, column.stored) for name, column in self.layout.items())])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -200,12 +208,18 @@ def check_events(data: Any, schema: EventSchema) -> dict[str, pa.Array]:
             raise ValueError(f"column {field_.name!r} has type {column.type}, the store keeps {field_.type}; cast it")
         array = pa.concat_arrays(column.chunks) if column.num_chunks > 1 else (
             column.chunk(0) if column.num_chunks else pa.array([], column.type))
+        array.validate(full=True)  # foreign memory; after this nothing in it can fail halfway
         if field_.name == "event_time" and pa.types.is_timestamp(array.type):
             array = array.cast(pa.timestamp("us", array.type.tz)).cast(pa.int64())
+        elif field_.name not in schema.layout or not schema.layout[field_.name].is_dictionary:
+            array = array.cast(field_.type)  # strings of another layout, lists whose inner field is named otherwise
         arrays[field_.name] = array
     for name in (schema.key, "event_time"):
         if arrays[name].null_count:
             raise ValueError(f"column {name!r} has {arrays[name].null_count} nulls; an event needs a key and a time")
+    for name, column in schema.layout.items():
+        if column.shape:
+            to_numpy(arrays[name], column)  # refuses nulls inside lists
     times = to_numpy(arrays["event_time"], Column("event_time", pa.int64()))[0]
     if len(times) and times.min() < 0:
         row = int(times.argmin())
@@ -236,8 +250,8 @@ def to_numpy(array: pa.Array, column: Column) -> tuple[np.ndarray, np.ndarray | 
         values, inside = to_numpy(child, Column(column.name, child.type))
         values = values.reshape(len(array), *column.shape)
         if inside is not None:
-            inside = inside.reshape(values.shape).all(axis=1)
-            if not (inside if valid is None else inside | ~valid).all():
+            whole = np.all(inside.reshape(values.shape), axis=1)
+            if not (whole if valid is None else whole | ~valid).all():
                 raise ValueError(f"column {column.name!r}: a list holds a null; make the whole list null or fill it")
     elif pa.types.is_boolean(array.type):
         filled = array.fill_null(False) if valid is not None else array

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -17,23 +17,14 @@ import pyarrow as pa
 from semel.batch import JaggedTable, Pointers, ids_array
 from semel.history.errors import CorruptFile, GenerationGone, StoreError, StoreExists, VersionNotVisible
 from semel.history.files import sync_folder
+from semel.history.following import RETRIES, Follower, View
 from semel.history.generation import Generation
 from semel.history.locking import WriterLock
-from semel.history.log import SEGMENT_HEADER, SegmentWriter, last_record_end, read_records
-from semel.history.manifest import (
-    NAME,
-    Manifest,
-    Segment,
-    generation_path,
-    parse_manifest,
-    read_manifest,
-    segment_path,
-)
+from semel.history.log import SEGMENT_HEADER, SegmentWriter, last_record_end
+from semel.history.manifest import NAME, Manifest, Segment, generation_path, parse_manifest, read_manifest, segment_path
 from semel.history.schema import EventSchema, Projection, check_events
-from semel.history.tail import Dictionaries, Tail
 
 SEGMENT_BYTES = 128 << 20  # a segment that has grown beyond this is sealed
-_RETRIES = 50
 
 
 class HistoryStore:
@@ -46,17 +37,21 @@ class HistoryStore:
     def __init__(self, path: Path, mode: str, lock: WriterLock | None) -> None:
         self.path, self.mode = path, mode
         self._lock = lock
-        self._moving = threading.RLock()  # held by whoever replaces the view
+        self._moving = threading.RLock()  # held by whoever moves the view
         self._compacting = threading.Lock()
         self._closed = False
-        self._manifest_bytes = read_manifest(path)
-        self._manifest = parse_manifest(self._manifest_bytes, path)
-        self.schema = self._manifest.schema
-        self._dictionaries = self._new_dictionaries()
-        self._tokens: dict[str, int] = {}
-        self._position = (self._manifest.first_segment, SEGMENT_HEADER)
+        self._failed = ""  # why memory and disk may disagree, after which nothing more is written
+        self._checked: set[Projection] = set()
+        self._follower = Follower(path)
+        self.schema = self._follower.schema
         self._writer: SegmentWriter | None = None
-        self._view = self._empty_view()
+        if mode == "a":
+            self._writer = SegmentWriter(segment_path(path, self._follower.manifest.active))
+        self._follower.refresh()
+        self._tokens: dict[str, int] = {}
+        if mode == "a":
+            self._tokens = {**self._view.generation.tokens(), **self._follower.tokens}
+            self._clean()
 
     # -- opening and closing ------------------------------------------------------------------------------------
 
@@ -69,19 +64,15 @@ class HistoryStore:
             raise ValueError(f"schema must be an EventSchema, got {type(schema).__name__}")
         if isinstance(shards, bool) or not isinstance(shards, int) or not 1 <= shards <= 9999:
             raise ValueError(f"shards must be between 1 and 9999, got {shards!r}")
-        if (path / NAME).exists():
-            raise StoreExists(f"there is a history store at {path} already; open it, or choose another folder")
+        _refuse_existing(path)
         for folder in (path, path / "log", path / "generations"):
             folder.mkdir(parents=True, exist_ok=True)
         lock = WriterLock(path / "writer.lock")
         try:
-            if (path / NAME).exists():
-                raise StoreExists(f"there is a history store at {path} already; open it, or choose another folder")
-            for stale in (path / "log").glob("*.log"):
-                raise StoreExists(f"{stale} lies where a new store's log would; choose another folder")
+            _refuse_existing(path)
             SegmentWriter(segment_path(path, 1)).close()
             Manifest.new(schema, shards).save(path)
-            return cls._opened(path, "a", lock)
+            return cls(path, "a", lock)
         except BaseException:
             lock.release()
             raise
@@ -96,22 +87,11 @@ class HistoryStore:
         parse_manifest(read_manifest(path), path)  # before a lock file is left in a foreign folder
         lock = WriterLock(path / "writer.lock") if mode == "a" else None
         try:
-            return cls._opened(path, mode, lock)
+            return cls(path, mode, lock)
         except BaseException:
             if lock is not None:
                 lock.release()
             raise
-
-    @classmethod
-    def _opened(cls, path: Path, mode: str, lock: WriterLock | None) -> HistoryStore:
-        store = cls(path, mode, lock)
-        if mode == "a":
-            store._writer = SegmentWriter(segment_path(path, store._manifest.active))
-        store._load()
-        if mode == "a":
-            store._tokens = {**store._view.generation.tokens(), **store._tokens}
-            store._clean()
-        return store
 
     def close(self) -> None:
         """Release the lock and the files. Arrays that were read stay valid."""
@@ -121,7 +101,6 @@ class HistoryStore:
                 self._writer.close()
             if self._lock is not None:
                 self._lock.release()
-            self._view = self._empty_view()
 
     def __enter__(self) -> HistoryStore:
         return self
@@ -132,16 +111,11 @@ class HistoryStore:
     def __repr__(self) -> str:
         return f"HistoryStore({str(self.path)!r}, mode={self.mode!r}, version={self.version})"
 
-    def _new_dictionaries(self) -> Dictionaries:
-        return Dictionaries([name for name, column in self.schema.layout.items() if column.is_dictionary])
-
-    def _empty_view(self) -> Any:
-        from semel.history.reading import View
-
-        generation = Generation(None, 0, self.schema, self._manifest.shards)
-        return View(generation, Tail.empty(self.schema), 0, self._dictionaries.snapshot())
-
     # -- what this handle sees ----------------------------------------------------------------------------------
+
+    @property
+    def _view(self) -> View:
+        return self._follower.view
 
     @property
     def version(self) -> int:
@@ -157,73 +131,20 @@ class HistoryStore:
         """See what was committed since the last refresh (an appending handle always does); the version now."""
         self._check_open()
         if self.mode == "r":
-            self._load()
+            with self._moving:
+                self._follower.refresh()
         return self.version
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError(f"the handle on {self.path} is closed")
 
-    def _load(self) -> None:
-        """Move the view to the manifest and log as they are now; again where a compaction got in between."""
-        with self._moving:
-            for attempt in range(_RETRIES):
-                content = read_manifest(self.path)
-                try:
-                    if content != self._manifest_bytes or attempt or not self._view.version:
-                        self._adopt(parse_manifest(content, self.path))
-                        self._manifest_bytes = content
-                    self._follow()
-                    return
-                except (GenerationGone, FileNotFoundError, CorruptFile):
-                    if read_manifest(self.path) == content:
-                        raise  # nobody moved it: it is really missing, or damaged
-                    time.sleep(0.001 * attempt)
-            raise StoreError(f"{self.path} changed {_RETRIES} times while it was being opened; try again")
-
-    def _adopt(self, manifest: Manifest) -> None:
-        from semel.history.reading import View
-
-        view = self._view
-        if manifest.generation != view.generation.number:
-            folder = generation_path(self.path, manifest.generation)
-            generation = Generation(folder, manifest.generation, self.schema, manifest.shards,
-                                    manifest.generation_seal)
-            for name, column in self.schema.layout.items():
-                if column.is_dictionary:
-                    self._dictionaries.extend(name, 0, generation.dictionary(name), folder)
-            upto = manifest.compacted_version
-            self._view = View(generation, view.tail.after(upto), max(view.version, upto),
-                              self._dictionaries.snapshot())
-        if self._position[0] < manifest.first_segment:
-            self._position = (manifest.first_segment, SEGMENT_HEADER)
-        self._manifest = manifest
-
-    def _follow(self) -> None:
-        """Read the log from where this handle stands."""
-        from semel.history.reading import View
-
-        sealed = {segment.number: segment for segment in self._manifest.sealed}
-        while True:
-            number, offset = self._position
-            path = segment_path(self.path, number)
-            for metadata, batch, end in read_records(path, offset, sealed[number].bytes if number in sealed else None):
-                version = metadata["version"]
-                view = self._view
-                if version > view.version + 1:
-                    raise CorruptFile(f"{path}: version {version} follows {view.version}; records are missing")
-                if version == view.version + 1:
-                    grown = metadata.get("dictionaries", {})
-                    for name, added in grown.items():
-                        self._dictionaries.extend(name, added["start"], added["values"], path)
-                    self._view = View(view.generation, view.tail.append(batch, version), version,
-                                      self._dictionaries.snapshot() if grown else view.dictionaries)
-                    if self.mode == "a" and "token" in metadata:
-                        self._tokens[metadata["token"]] = version
-                self._position = (number, end)
-            if number not in sealed:
-                return
-            self._position = (number + 1, SEGMENT_HEADER)
+    def _check_writable(self, verb: str) -> None:
+        self._check_open()
+        if self.mode != "a":
+            raise StoreError(f'{self.path} is open with mode="r"; open it with mode="a" to {verb}')
+        if self._failed:
+            raise StoreError(f"{self.path}: an earlier write failed ({self._failed}); reopen the store")
 
     # -- appending ----------------------------------------------------------------------------------------------
 
@@ -234,85 +155,83 @@ class HistoryStore:
         with a token that the store has seen does nothing and returns the first one's version. Raises ValueError for
         rows that do not fit the schema, OSError where the disk refuses (nothing is appended then).
         """
-        if self._writer is None:
-            raise StoreError(f'{self.path} is open with mode="r"; open it with mode="a" to append')
+        self._check_writable("append")
         if token is not None and not isinstance(token, str):
             raise ValueError(f"token must be a string, got {token!r}")
         if token is not None:
             token.encode()  # a lone surrogate is an error here, not in the middle of a write
         arrays = check_events(data, self.schema)
         with self._moving:
-            self._check_open()
+            self._check_writable("append")
             if token in self._tokens:
                 return self._tokens[token]
-            rows = len(arrays["event_time"])
-            if rows == 0 and token is None:
+            if not len(arrays["event_time"]) and token is None:
                 return self.version
             return self._commit(arrays, token)
 
     def _commit(self, arrays: dict[str, pa.Array], token: str | None) -> int:
-        from semel.history.reading import View
-
         view, version = self._view, self._view.version + 1
         metadata: dict[str, Any] = {"version": version}
         if token is not None:
             metadata["token"] = token
         grown: dict[str, Any] = {}
-        for name, column in self.schema.layout.items():
-            if column.is_dictionary:
-                arrays[name], new = self._dictionaries.encode(name, arrays[name])
-                if new:
-                    grown[name] = {"start": len(view.dictionaries[name]), "values": new}
+        for name in view.dictionaries.names:
+            arrays[name], new = view.dictionaries.encode(name, arrays[name])
+            if new:
+                grown[name] = {"start": view.dictionaries.size(name), "values": new}
         if grown:
             metadata["dictionaries"] = grown
-        stored = pa.schema([(self.schema.key, self.schema.user_id), ("event_time", pa.int64()),
-                            *((name, column.stored) for name, column in self.schema.layout.items())])
-        key = arrays[self.schema.key]
-        arrays[self.schema.key] = key if key.type == self.schema.user_id else key.cast(self.schema.user_id)
+        stored = self.schema.stored
         batch = pa.RecordBatch.from_arrays([arrays[name] for name in stored.names], schema=stored)
         writer = self._writer
         assert writer is not None
         if writer.size > SEGMENT_BYTES:
             writer = self._roll()
-        writer.append(batch, metadata)
+        self._failed = "it did not end"  # should a signal end it in the middle
+        try:
+            writer.append(batch, metadata)
+        except OSError as error:
+            self._failed = "" if writer.usable else str(error)
+            raise
         for name, added in grown.items():
-            self._dictionaries.extend(name, added["start"], added["values"], writer.path)
+            view.dictionaries.extend(name, added["start"], added["values"], writer.path)
         if token is not None:
             self._tokens[token] = version
-        self._view = View(view.generation, view.tail.append(batch, version), version,
-                          self._dictionaries.snapshot() if grown else view.dictionaries)
-        self._position = (self._manifest.active, writer.size)
+        self._follower.view = replace(view, tail=view.tail.append(batch, version), version=version)
+        self._failed = ""
         return version
 
     def _roll(self) -> SegmentWriter:
         """Seal the active segment and go on in a new one."""
-        writer, manifest = self._writer, self._manifest
+        writer, manifest = self._writer, self._follower.manifest
         assert writer is not None
         number = manifest.active + 1
-        new_path = segment_path(self.path, number)
-        new_path.unlink(missing_ok=True)  # left by a roll that did not come to its manifest
-        new = SegmentWriter(new_path)
+        path = segment_path(self.path, number)
+        path.unlink(missing_ok=True)  # left by a roll that did not come to its manifest
+        new = SegmentWriter(path)
         try:
             self._swap(manifest.replace(
                 sealed=(*manifest.sealed, Segment(manifest.active, writer.size, self.version)), active=number,
                 versions=(self.version,) * manifest.shards))
-        except OSError:
+        except BaseException:
             new.close()
             raise
         writer.close()
-        self._writer, self._position = new, (number, SEGMENT_HEADER)
+        self._writer = new
         return new
 
     def _swap(self, manifest: Manifest) -> None:
-        manifest.save(self.path)
-        self._manifest = manifest
-        self._manifest_bytes = read_manifest(self.path)
+        try:
+            self._follower.swap(manifest)
+        except StoreError as error:
+            self._failed = str(error)
+            raise
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def point(self, user_ids: Any, as_of: Any) -> Pointers:
         """Pointers at this handle's current version. ``user_ids`` [P]; ``as_of`` [P] or a scalar, microseconds."""
-        return Pointers(self._ids(user_ids), as_of, self._view.version)
+        return Pointers(self._ids(user_ids), as_of, np.array(self._view.version))
 
     def read(self, pointers: Pointers, projection: Projection) -> JaggedTable:
         """The histories that ``pointers`` name: events with ``event_time < as_of`` and ``version <= version``, in the
@@ -338,25 +257,27 @@ class HistoryStore:
         from semel.history import reading
 
         self._check_open()
-        reading.check_projection(projection, self.schema)
+        if projection not in self._checked:
+            reading.check_projection(projection, self.schema)
+            self._checked.add(projection)
         ids = self._ids(pointers.user_id)
         if ids is not pointers.user_id:
             pointers = Pointers(ids, pointers.as_of, pointers.version)
         newest = int(pointers.version.max(initial=0))
         if newest > self._view.version:
             self.refresh()
-        for attempt in range(_RETRIES):
+        for _ in range(RETRIES):
             view = self._view
             if newest > view.version:
                 raise VersionNotVisible(f"a pointer names version {newest}, the store at {self.path} is at version "
                                         f"{view.version} here, also after a refresh")
             try:
                 return function(view, self.schema, pointers, projection)
-            except GenerationGone:
-                if (self.mode == "a" and view is self._view) or attempt == _RETRIES - 1:
-                    raise
+            except GenerationGone as error:  # compacted away; the next generation answers the same
                 self.refresh()
-        raise AssertionError("unreachable")
+                if self._view.generation is view.generation:
+                    raise CorruptFile(str(error)) from None
+        raise StoreError(f"{self.path} was compacted {RETRIES} times during one read; try again")
 
     def _ids(self, ids: Any) -> np.ndarray:
         ids = ids_array(ids, self.schema.key)
@@ -370,16 +291,15 @@ class HistoryStore:
     def keys(self) -> np.ndarray:
         """All user ids in the store, sorted: int64, or an object array of strings."""
         self._check_open()
-        view = self._view
-        shards = [shard for shard in view.generation.shards if shard.rows]
-        if self.schema.string_keys:
-            tail = list(view.tail.arena.slots)
-            used = np.unique(view.tail.columns[""])
-            found = {key.decode() for shard in shards for key in shard.user_keys()} | {tail[slot] for slot in used}
-            out = np.empty(len(found), object)
-            out[:] = sorted(found)
-            return out
-        return np.unique(np.concatenate([view.tail.columns[""], *(shard.users for shard in shards)]))
+        for _ in range(RETRIES):
+            view = self._view
+            try:
+                return _keys_of(view, self.schema.string_keys)
+            except GenerationGone as error:
+                self.refresh()
+                if self._view.generation is view.generation:
+                    raise CorruptFile(str(error)) from None
+        raise StoreError(f"{self.path} was compacted {RETRIES} times during one read; try again")
 
     # -- housekeeping -------------------------------------------------------------------------------------------
 
@@ -387,54 +307,54 @@ class HistoryStore:
         """Move the log into a new generation; its number. Readers and appends go on meanwhile; a crash leaves the old
         generation in place. ``progress(shards done, shards)``."""
         from semel.history.compaction import write_generation
-        from semel.history.reading import View
 
-        if self._writer is None:
-            raise StoreError(f'{self.path} is open with mode="r"; open it with mode="a" to compact')
+        self._check_writable("compact")
         with self._compacting:
             with self._moving:
-                self._check_open()
-                if not self._view.tail.rows and self._manifest.compacted_version == self.version:
+                self._check_writable("compact")
+                if self._follower.manifest.compacted_version == self.version:
                     return self.generation
                 self._roll()
                 view, tokens = self._view, dict(self._tokens)
-            number = self._manifest.generation + 1
+            number = view.generation.number + 1
             final = generation_path(self.path, number)
             building = final.with_name(f".{final.name}.building")
             shutil.rmtree(building, ignore_errors=True)
             shutil.rmtree(final, ignore_errors=True)
             try:
-                seal = write_generation(building, view.generation, view.tail, view.dictionaries, tokens, progress)
+                seal = write_generation(building, view, tokens, progress)
                 os.rename(building, final)
                 sync_folder(final.parent)
             except BaseException:
                 shutil.rmtree(building, ignore_errors=True)
                 raise
-            generation = Generation(final, number, self.schema, self._manifest.shards, seal)
+            generation = Generation(final, number, self.schema, len(view.generation.shards), seal)
             with self._moving:
-                manifest = self._manifest
+                manifest = self._follower.manifest
                 self._swap(manifest.replace(
                     generation=number, generation_seal=seal, compacted=(view.version,) * manifest.shards,
                     versions=(self.version,) * manifest.shards,
                     sealed=tuple(s for s in manifest.sealed if s.last_version > view.version)))
-                self._view = View(generation, self._view.tail.after(view.version), self._view.version,
-                                  self._view.dictionaries)
+                now = self._view
+                self._follower.view = replace(now, generation=generation, tail=now.tail.after(view.version))
             self._clean()
             return number
 
     def _clean(self) -> None:
         """Remove what the manifest does not name: compacted segments, older generations, leftovers of a crash. Arrays
         that readers have mapped stay valid until they let go of them."""
-        manifest = self._manifest
+        manifest = self._follower.manifest
         keep = generation_path(self.path, manifest.generation).name
         for folder in (self.path / "generations").iterdir():
             if folder.name != keep:
                 shutil.rmtree(folder, ignore_errors=True)
-        log = {segment_path(self.path, number).name
-               for number in (*(s.number for s in manifest.sealed), manifest.active)}
-        for file in (self.path / "log").glob("*.log"):
-            if file.name not in log:
-                file.unlink(missing_ok=True)
+        with self._moving:
+            manifest = self._follower.manifest
+            log = {segment_path(self.path, number).name
+                   for number in (*(s.number for s in manifest.sealed), manifest.active)}
+            for file in (self.path / "log").glob("*.log"):
+                if file.name not in log:
+                    file.unlink(missing_ok=True)
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: version, generation, shards, users, events (``generation``, ``log``, ``total``), bytes on
@@ -458,21 +378,26 @@ class HistoryStore:
     def verify(self) -> dict[str, int]:
         """Read every byte of the store and check it; ``{"files", "bytes"}``. Raises CorruptFile naming the first
         damaged file."""
-        self._check_open()
-        for attempt in range(_RETRIES):
-            self._load()
-            manifest = self._manifest
+        for _ in range(RETRIES):
+            self._check_open()
+            content = read_manifest(self.path)
+            manifest = parse_manifest(content, self.path)
             try:
-                files, size = self._view.generation.verify()
+                files, size = 1, len(content)
+                if manifest.generation:
+                    folder = generation_path(self.path, manifest.generation)
+                    counts = Generation(folder, manifest.generation, self.schema, manifest.shards,
+                                        manifest.generation_seal).verify()
+                    files, size = files + counts[0], size + counts[1]
                 sealed = {segment.number: segment.bytes for segment in manifest.sealed}
                 for number in (*sealed, manifest.active):
-                    path = segment_path(self.path, number)
-                    files, size = files + 1, size + last_record_end(path, sealed.get(number))
-                return {"files": files + 1, "bytes": size + len(self._manifest_bytes)}
-            except (GenerationGone, FileNotFoundError) as error:
-                if attempt == _RETRIES - 1 or self._manifest_bytes == read_manifest(self.path):
-                    raise CorruptFile(f"{self.path}: {error}") from None
-        raise AssertionError("unreachable")
+                    files += 1
+                    size += last_record_end(segment_path(self.path, number), sealed.get(number))
+                return {"files": files, "bytes": size}
+            except (GenerationGone, FileNotFoundError, CorruptFile) as error:
+                if read_manifest(self.path) == content:
+                    raise error if isinstance(error, CorruptFile) else CorruptFile(f"{self.path}: {error}") from None
+        raise StoreError(f"{self.path} was compacted {RETRIES} times while it was being checked; try again")
 
 
 def local_path(url: str | os.PathLike[str]) -> Path:
@@ -484,3 +409,23 @@ def local_path(url: str | os.PathLike[str]) -> Path:
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
         raise ValueError(f"cannot open {text!r}: stores are local folders (a path or file:// URL)")
     return Path(unquote(parts.path))
+
+
+def _refuse_existing(path: Path) -> None:
+    if (path / NAME).exists():
+        raise StoreExists(f"there is a history store at {path} already; open it, or choose another folder")
+    for stale in (path / "log").glob("*.log"):
+        if stale.stat().st_size > SEGMENT_HEADER:  # a create that was killed leaves no more than that
+            raise StoreExists(f"{stale} lies where a new store's log would; choose another folder")
+
+
+def _keys_of(view: View, strings: bool) -> np.ndarray:
+    shards = [shard for shard in view.generation.shards if shard.rows]
+    recent = np.unique(view.tail.columns[""])
+    if not strings:
+        return np.unique(np.concatenate([recent, *(shard.users for shard in shards)]))
+    by_slot = list(view.tail.arena.slots)
+    found = {key.decode() for shard in shards for key in shard.user_keys()} | {by_slot[slot] for slot in recent}
+    out = np.empty(len(found), object)
+    out[:] = sorted(found)
+    return out

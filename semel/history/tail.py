@@ -9,6 +9,7 @@ a log-structured merge tree, so that indexing one more event touches hundreds of
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,24 @@ def frozen(array: np.ndarray) -> np.ndarray:
     return view
 
 
+def bits(array: np.ndarray) -> np.ndarray:
+    """The same rows as unsigned integers (or, for lists, vectors of them), so that kernels are compiled once a width
+    and not once a dtype."""
+    return array.view(f"u{array.dtype.itemsize}")
+
+
 _NOTHING = np.empty(0, np.int64)
 EMPTY_RUN = Run.of(_NOTHING, np.zeros(1, np.int64), _NOTHING, _NOTHING, _NOTHING)
+
+
+class Index:
+    """The runs of a tail, newest first, field by field: what kernels take."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self.users, self.offsets = tuple(r.users for r in runs), tuple(r.offsets for r in runs)
+        self.rows, self.times = tuple(r.rows for r in runs), tuple(r.times for r in runs)
+        self.first = tuple(r.first for r in runs)
 
 
 class Arena:
@@ -108,12 +125,13 @@ def _grown(array: np.ndarray, used: int, room: int) -> np.ndarray:
 class Tail:
     """The first ``rows`` events of an arena: ``columns`` and ``valid`` are read-only views of them."""
 
-    def __init__(self, arena: Arena, indexed: int = 0, runs: tuple[Run, ...] = (EMPTY_RUN,) * len(LEVELS)) -> None:
+    def __init__(self, arena: Arena, indexed: int = 0, index: Index | None = None) -> None:
         self.arena = arena
         self.rows = arena.rows
         self.columns = {name: frozen(array[: self.rows]) for name, array in arena.arrays.items()}
         self.valid = {name: frozen(array[: self.rows]) for name, array in arena.valid.items()}
-        self._indexed, self._runs = indexed, runs
+        self._indexed, self._index = indexed, index or Index((EMPTY_RUN,) * len(LEVELS))
+        self._words: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -126,7 +144,7 @@ class Tail:
         if self.arena.rows != self.rows:
             raise RuntimeError("an older tail was appended to")
         self.arena.append(batch, version)
-        return Tail(self.arena, self._indexed, self._runs)
+        return Tail(self.arena, self._indexed, self._index)
 
     def after(self, version: int) -> Tail:
         """The events of later versions only, in an arena of their own."""
@@ -152,23 +170,30 @@ class Tail:
         slots = self.arena.slots
         return np.fromiter((slots.get(text, -1) for text in ids), np.int64, len(ids))
 
+    def words(self, name: str) -> np.ndarray:
+        """A column as ``bits``."""
+        words = self._words.get(name)
+        if words is None:
+            words = self._words[name] = bits(self.columns[name])
+        return words
+
     @property
-    def runs(self) -> tuple[Run, ...]:
-        """The index, newest run first; made now if it is not there yet."""
+    def index(self) -> Index:
+        """The rows by user; made now if it is not there yet."""
         if self._indexed != self.rows:
             with self._lock:
                 if self._indexed != self.rows:
-                    self._runs = self._index()
+                    self._index = self._extended()
                     self._indexed = self.rows
-        return self._runs
+        return self._index
 
-    def _index(self) -> tuple[Run, ...]:
+    def _extended(self) -> Index:
         from semel.history.gather import merge_runs
 
         new = slice(self._indexed, self.rows)
         run = Run.sorted(self.columns[""][new], self.columns["event_time"][new], self.columns["version"][new],
                          self._indexed)
-        runs: list[Run] = list(self._runs)
+        runs: list[Run] = list(self._index.runs)
         for level, most in enumerate(LEVELS):
             old = runs[level]
             if len(old.rows):
@@ -176,7 +201,7 @@ class Tail:
                                          run.users, run.offsets, run.rows, run.times, run.first))
             if len(run.rows) <= most:
                 runs[level] = run
-                return tuple(runs)
+                return Index(runs)
             runs[level] = EMPTY_RUN
         raise CorruptFile("more events than 2**62")  # cannot be reached
 
@@ -188,13 +213,18 @@ class Tail:
 class Dictionaries:
     """The strings of dictionary columns, by code. They only grow, so a code never changes its meaning."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
         self._arrays: dict[str, np.ndarray] = {name: np.empty(0, object) for name in names}
         self._codes: dict[str, dict[str, int]] = {name: {} for name in names}
 
-    def snapshot(self) -> dict[str, np.ndarray]:
-        """The dictionaries now, as read-only object arrays that later growth leaves alone."""
-        return {name: frozen(self._arrays[name][: len(codes)]) for name, codes in self._codes.items()}
+    def size(self, name: str) -> int:
+        return len(self._codes[name])
+
+    def array(self, name: str) -> np.ndarray:
+        """The dictionary now, as a read-only object array that later growth leaves alone."""
+        size = len(self._codes[name])
+        return frozen(self._arrays[name][:size])
 
     def extend(self, name: str, start: int, values: list[str], where: Any) -> None:
         """Append ``values``, the first of which has the code ``start``; known ones must be equal."""
@@ -213,7 +243,7 @@ class Dictionaries:
         if len(codes) != size + len(values):
             raise CorruptFile(f"{where}: the dictionary of {name!r} repeats a value")
 
-    def codes(self, name: str, values: list[Any]) -> list[int]:
+    def codes(self, name: str, values: Sequence[Any]) -> list[int]:
         """The codes of ``values``; -1 for those that are not in the dictionary."""
         codes = self._codes[name]
         return [codes.get(value, -1) for value in values]

@@ -1,0 +1,104 @@
+"""How a handle keeps up with the files: manifest + generation + log -> an immutable ``View``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from semel.history.errors import CorruptFile, GenerationGone, StoreError
+from semel.history.generation import Generation
+from semel.history.log import SEGMENT_HEADER, read_records
+from semel.history.manifest import NAME, Manifest, generation_path, parse_manifest, read_manifest, segment_path
+from semel.history.tail import Dictionaries, Tail
+
+RETRIES = 50  # how often a reader starts again because a compaction moved what it was opening
+
+
+@dataclass(frozen=True)
+class View:
+    """What a handle sees at a moment. Immutable (``dictionaries`` only grow), so a reader that holds one needs no
+    lock."""
+
+    generation: Generation
+    tail: Tail
+    version: int
+    dictionaries: Dictionaries
+
+
+class Follower:
+    """The newest view that a handle knows of. ``refresh`` moves it; the store's lock keeps it to one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._content = read_manifest(path)
+        self.manifest = parse_manifest(self._content, path)
+        self.schema = schema = self.manifest.schema
+        dictionaries = Dictionaries([name for name, column in schema.layout.items() if column.is_dictionary])
+        self.view = View(Generation(None, 0, schema, self.manifest.shards), Tail.empty(schema), 0, dictionaries)
+        self.tokens: dict[str, int] = {}  # of the log's records
+        self._position = (self.manifest.first_segment, SEGMENT_HEADER)
+        self._adopted = False
+
+    def refresh(self) -> None:
+        """Move the view to the manifest and log as they are now; again where a compaction got in between."""
+        for attempt in range(RETRIES):
+            content = read_manifest(self.path)
+            try:
+                if content != self._content or not self._adopted:
+                    self._adopt(parse_manifest(content, self.path))
+                    self._content, self._adopted = content, True
+                self._read_log()
+                return
+            except (GenerationGone, FileNotFoundError, CorruptFile) as error:
+                if read_manifest(self.path) == content:  # nobody moved it: it is really missing, or damaged
+                    raise error if isinstance(error, CorruptFile) else CorruptFile(f"{self.path}: {error}") from None
+                time.sleep(0.001 * attempt)
+        raise StoreError(f"{self.path} changed {RETRIES} times while it was being opened; try again")
+
+    def _adopt(self, manifest: Manifest) -> None:
+        view = self.view
+        if manifest.generation != view.generation.number:
+            folder = generation_path(self.path, manifest.generation)
+            generation = Generation(folder, manifest.generation, self.schema, manifest.shards,
+                                    manifest.generation_seal)
+            for name in view.dictionaries.names:
+                view.dictionaries.extend(name, 0, generation.dictionary(name), folder)
+            upto = manifest.compacted_version
+            self.view = replace(view, generation=generation, tail=view.tail.after(upto),
+                                version=max(view.version, upto))
+        if self._position[0] < manifest.first_segment:
+            self._position = (manifest.first_segment, SEGMENT_HEADER)
+        self.manifest = manifest
+
+    def _read_log(self) -> None:
+        """Read the log from where this handle stands."""
+        sealed = {segment.number: segment.bytes for segment in self.manifest.sealed}
+        while True:
+            number, offset = self._position
+            path = segment_path(self.path, number)
+            for metadata, batch, end in read_records(path, offset, sealed.get(number)):
+                version, view = metadata["version"], self.view
+                if version > view.version + 1:
+                    raise CorruptFile(f"{path}: version {version} follows {view.version}; records are missing")
+                if version == view.version + 1:
+                    for name, added in metadata.get("dictionaries", {}).items():
+                        view.dictionaries.extend(name, added["start"], added["values"], path)
+                    self.view = replace(view, tail=view.tail.append(batch, version), version=version)
+                    if "token" in metadata:
+                        self.tokens[metadata["token"]] = version
+                self._position = (number, end)
+            if number not in sealed:
+                return
+            self._position = (number + 1, SEGMENT_HEADER)
+
+    def swap(self, manifest: Manifest) -> None:
+        """Replace the manifest (the one writer does). StoreError where nobody can tell which one is on the disk; any
+        other error leaves the old one in place."""
+        try:
+            manifest.save(self.path)
+        except BaseException as error:
+            if read_manifest(self.path) != self._content:
+                raise StoreError(f"{self.path / NAME} could not be made durable ({error}); reopen the store") from error
+            raise
+        self.manifest, self._content = manifest, read_manifest(self.path)
