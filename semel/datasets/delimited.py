@@ -36,14 +36,16 @@ def read_delimited(
     """
     require_file(path)
     header = list(names) if names is not None else read_header(path, delimiter, encoding)
+    quoted = quoted or (names is None and '"' in first_line(path, encoding))  # some tools quote all text
+    skip = 0 if names is not None else 1
     present = [name for name in types if name in header]
     for name in types:
         if name not in header and name not in optional:
             raise ValueError(missing_column(str(path), name, header))
     try:
-        return _read(path, {name: types[name] for name in present}, delimiter, names, quoted, encoding)
+        return _read(path, {name: types[name] for name in present}, delimiter, header, skip, quoted, encoding)
     except pa.ArrowInvalid as error:
-        raise ValueError(_explain(path, types, delimiter, names, quoted, encoding, error)) from None
+        raise ValueError(_explain(path, types, delimiter, header, skip, quoted, encoding, error)) from None
 
 
 def read_header(path: Path, delimiter: str = ",", encoding: str = "utf8") -> list[str]:
@@ -90,12 +92,11 @@ def microseconds(column: Any, unit: str, where: str, first: int = 1) -> pa.Chunk
         raise ValueError(f"{where}: event times in {unit} overflow; is the unit right?") from None
 
 
-def _read(path: Path, types: Mapping[str, pa.DataType], delimiter: str, names: Sequence[str] | None, quoted: bool,
-          encoding: str) -> pa.Table:
+def _read(path: Path, types: Mapping[str, pa.DataType], delimiter: str, header: list[str], skip: int,
+          quoted: bool, encoding: str) -> pa.Table:
     return csv.read_csv(
         path,
-        read_options=csv.ReadOptions(column_names=None if names is None else list(names), encoding=encoding,
-                                     block_size=1 << 22),
+        read_options=csv.ReadOptions(column_names=header, skip_rows=skip, encoding=encoding, block_size=1 << 22),
         parse_options=csv.ParseOptions(delimiter=delimiter, quote_char='"' if quoted else False,
                                        newlines_in_values=quoted),
         convert_options=csv.ConvertOptions(column_types=dict(types), include_columns=list(types), null_values=[""],
@@ -103,24 +104,23 @@ def _read(path: Path, types: Mapping[str, pa.DataType], delimiter: str, names: S
     )
 
 
-def _explain(path: Path, types: Mapping[str, pa.DataType], delimiter: str, names: Sequence[str] | None, quoted: bool,
-             encoding: str, error: pa.ArrowInvalid) -> str:
+def _explain(path: Path, types: Mapping[str, pa.DataType], delimiter: str, header: list[str], skip: int,
+             quoted: bool, encoding: str, error: pa.ArrowInvalid) -> str:
     """A slow second look at a file that did not parse: which line and column it was."""
     reason = str(error).splitlines()[0]
     if "Empty CSV file" in reason:
         return f"{path}: the file is empty"
-    header = list(names) if names is not None else read_header(path, delimiter, encoding)
     present = {name: kind for name, kind in types.items() if name in header}
     try:
-        text = _read(path, dict.fromkeys(present, pa.string()), delimiter, names, quoted, encoding)
+        text = _read(path, dict.fromkeys(present, pa.string()), delimiter, header, skip, quoted, encoding)
     except pa.ArrowInvalid as again:
         return f"{path}: {str(again).splitlines()[0]}"
     for name, kind in present.items():
         value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
         row = _first_unparsable(text[name], value_type)
         if row is not None:
-            line = row + (1 if names is not None else 2)
-            return f"{path}, line {line}: column {name!r} holds {text[name][row].as_py()!r}, which is no {_word(kind)}"
+            value = text[name][row].as_py()
+            return f"{path}, line {row + skip + 1}: column {name!r} holds {value!r}, which is no {_word(kind)}"
     return f"{path}: {reason}"
 
 

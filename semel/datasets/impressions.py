@@ -2,7 +2,8 @@
 
 Columns: ``request_id`` (string), ``user_id``, ``as_of`` (int64 us: the request saw events strictly before it),
 ``surface`` (string), ``candidates`` (list of item ids), ``shown`` (list of bool), ``position`` (list of int32, null
-where not known or not shown), and lists of float32 a label (``click``, ...), null where there is none.
+where not known or not shown), and a list of numbers for each label
+(``click``, ...), null where there is none.
 """
 
 from __future__ import annotations

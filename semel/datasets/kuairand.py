@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as csv
 
 from semel.datasets.dataset import Tables, build_events, build_features
-from semel.datasets.delimited import microseconds, read_delimited
+from semel.datasets.delimited import microseconds, missing_column, read_delimited, read_header
 from semel.datasets.impressions import group_impressions
 
 FLAGS = ("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view", "is_profile_enter",
@@ -75,16 +75,24 @@ def _day(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.max_element_wise(pc.fill_null(pc.subtract(days, _BEIJING_US), 0), 0)
 
 
+def _user_table(path: Path) -> pa.Table:
+    """Some thirty columns, numbers and words, whose types are what they look like."""
+    header = read_header(path)
+    if "user_id" not in header:
+        raise ValueError(missing_column(str(path), "user_id", header))
+    try:
+        return csv.read_csv(path, convert_options=csv.ConvertOptions(column_types={"user_id": pa.int64()}))
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
+
+
 def _users(paths: list[Path]) -> pa.Table | None:
     if not paths:
         return None
-    tables = [csv.read_csv(path, convert_options=csv.ConvertOptions(column_types={"user_id": pa.int64()}))
-              for path in paths]
-    raw = pa.concat_tables(tables, promote_options="permissive")
+    raw = pa.concat_tables([_user_table(path) for path in paths], promote_options="permissive")
     columns = {}
     for name in raw.column_names:
         kind = raw.schema.field(name).type
-        columns[name] = raw[name].cast(pa.float32()) if pa.types.is_floating(kind) else raw[name]
-    if "user_id" not in columns:
-        raise ValueError(f"{paths[0]}: no column 'user_id'; it has {', '.join(raw.column_names)}")
+        to = pa.float32() if pa.types.is_floating(kind) else pa.string() if pa.types.is_null(kind) else kind
+        columns[name] = raw[name].cast(to)
     return build_features("user_id", columns, str(paths[0]), 2)

@@ -53,3 +53,14 @@ def test_bad_log(tmp_path):
     path.write_text(KUAIRAND_HEAD.replace("long_view,", ""))
     with pytest.raises(ValueError, match=r"log_random.*no column 'long_view'"):
         read(folder)
+
+
+def test_bad_users(tmp_path):
+    folder = kuairand(tmp_path)
+    path = next(folder.rglob("user_features*"))
+    path.write_text("user,age\n1,2\n")
+    with pytest.raises(ValueError, match=r"user_features.*no column 'user_id'.*did you mean 'user'"):
+        read(folder)
+    path.write_text("user_id,age\nx,2\n")
+    with pytest.raises(ValueError, match=r"user_features_pure\.csv: .*'x'"):
+        read(folder)

@@ -57,6 +57,11 @@ def test_csv(tmp_path):
     assert data.users is None
 
 
+def test_csv_whose_header_is_quoted(tmp_path):
+    folder = write(tmp_path / "ml", ratings__csv='\ufeff"userId","movieId","rating","timestamp"\n1,2,4.5,964982703\n')
+    assert read(folder).events["item_id"].to_pylist() == [2]
+
+
 def test_atomic_files_whose_items_are_titles(tmp_path):
     data = read(atomic_1m(tmp_path / "ml-1m"))
     assert rows(data.events) == [
