@@ -56,7 +56,10 @@ def fetch(name: str, data: Path | None = None, progress: Progress | None = None,
             raise DatasetNotFound(
                 f"{name} is nowhere to be had. Tried: {'; '.join(tried)}. Get it from {entry.page} and pass its folder "
                 "or archive: --data PATH (in Python: data=PATH)")
-    return _from_folder(entry, folder, _source_of(folder))
+    try:
+        return _from_folder(entry, folder, _source_of(folder))
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{error}; remove the cached copy to fetch it again (rm -r {folder})") from None
 
 
 def fill_cache(entry: Published, folder: Path, source: Source, progress: Progress | None = None) -> None:

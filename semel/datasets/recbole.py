@@ -34,7 +34,8 @@ def read_recbole(folder: Path) -> Tables:
                "event_time": microseconds(table["timestamp:float"], "s", str(path), 2),
                "rating": table["rating:float"]}
     users = _users(user_path) if user_path.is_file() else None
-    return Tables(build_events(columns, str(path), 2), items, users)
+    notes = () if names is None else ("item ids are the rows of the titles in the .item file, not the publisher's ids",)
+    return Tables(build_events(columns, str(path), 2), items, users, None, notes)
 
 
 def the_file(folder: Path, ending: str) -> Path:
@@ -87,7 +88,7 @@ def _recode(column: pa.ChunkedArray, name: str, where: str, rows: pa.Array | Non
     the text itself where they are neither."""
     codes = encoded(column)
     if rows is None:
-        return compact_ids(codes)
+        return compact_ids(codes, prefixed=True)
     found = pc.index_in(codes.dictionary, value_set=rows)
     missing = first_true(pc.is_null(found))
     if missing is not None:

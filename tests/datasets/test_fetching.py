@@ -47,6 +47,13 @@ def test_the_first_source_that_gives_fills_the_cache(tmp_path):
     assert source.calls == 1 and again.source == data.source and again.events.equals(data.events)
 
 
+def test_a_spoiled_cache_says_how_to_mend_it(tmp_path):
+    fetch("ml-1m", cache=tmp_path, sources=[gives(ml_1m)])
+    (tmp_path / "ml-1m" / "ratings.dat").write_text("1::2::three::4\n")
+    with pytest.raises(ValueError, match=r"'three'.*remove the cached copy to fetch it again \(rm -r .*ml-1m\)"):
+        fetch("ml-1m", cache=tmp_path, sources=[])
+
+
 def test_where_everything_fails_each_place_is_named(tmp_path):
     with pytest.raises(DatasetNotFound) as caught:
         fetch("ml-1m", cache=tmp_path, sources=[refuses, refuses])

@@ -73,6 +73,7 @@ def test_atomic_files_whose_items_are_titles(tmp_path):
         {"item_id": 2, "title": "Unseen", "year": None, "genres": None},
         {"item_id": 3, "title": "Heat", "year": 1995, "genres": "Action|Crime|Thriller"}]
     assert rows(data.users)[0] == {"user_id": 2, "age": "56", "gender": "M", "occupation": "16", "zip_code": "70072"}
+    assert "not the publisher's ids" in data.notes[0]
 
 
 def test_atomic_files_keep_numbers_as_ids(tmp_path):

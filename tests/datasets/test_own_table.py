@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semel.datasets import EventColumns, read
+from semel.datasets.ids import compact_ids
 
 WANT = 1_700_000_000_000_000
 
@@ -65,6 +66,13 @@ def test_plain_numbers_in_csv_become_integers(tmp_path):
     data = read(path)
     assert data.events["user_id"].to_pylist() == ["9000000000000000001", "1"], "19 digits may not fit: kept as text"
     assert data.events["item_id"].to_pylist() == [-5, 0]
+
+
+@given(st.lists(st.text("0123456789-_a", min_size=1), min_size=1))
+def test_text_ids_lose_nothing(texts):
+    ids = compact_ids(pa.array(texts)).to_pylist()
+    assert [str(value) for value in ids] == texts
+    assert len({type(value) for value in ids}) == 1
 
 
 def test_a_folder_with_items_and_users(tmp_path):
