@@ -22,16 +22,16 @@ lint: $(VENV)/installed-dev
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
-$(BIN)/python:
+$(BIN)/pip:  # the last thing that venv makes, so that a broken attempt is made again
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Semel needs Python 3.11 or newer; $(PYTHON) is %d.%d: make PYTHON=python3.12" % v[:2] or 0)'
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp for each kind of installation: a second run finds it and starts at once.
-$(VENV)/installed: pyproject.toml | $(BIN)/python
+$(VENV)/installed: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e .
 	@touch $@
 
-$(VENV)/installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/installed-dev: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[dev]'
 	@touch $@ $(VENV)/installed
 

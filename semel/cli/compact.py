@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,24 +13,24 @@ def compact(
     store: Annotated[Path, typer.Argument(help="The folder of the store.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Rewrite a store for reading: what is in the log joins its user's other events. Readers never notice."""
+    """Rewrite a store for reading: what is in the log joins its user's other events."""
     from semel.cli import output
     from semel.history import HistoryStore
 
-    done: dict[str, Any] = {}
+    stats: dict[str, Any] = {}
     with output.progress_bar() as bar:
+        progress = output.Steps(bar)
         for name, path in {"events": store, "catalogue": store / "catalogue"}.items():
             if name == "catalogue" and not path.exists():
                 continue
-            task = bar.add_task(f"compact {name}", total=None, detail="")
-            handle = HistoryStore.open(str(path), mode="a")
-            try:
-                done[name] = {"generation": handle.compact(), **handle.stats()}
-            finally:
-                handle.close()
-            bar.remove_task(task)
+            with HistoryStore.open(path, mode="a") as handle:
+                moved = handle.stats()["events"]["log"]
+                handle.compact(partial(progress, f"compact {name}"))
+                stats[name] = {"moved": moved, **handle.stats()}
     if as_json:
-        output.print_json(done)
+        output.print_json(stats)
         return
-    for name, facts in done.items():
-        output.results().print(f"{name}: generation {facts['generation']}")
+    for name, facts in stats.items():
+        output.results().print(
+            f"{name}: {output.count(facts['moved'])} rows moved into generation {facts['generation']}, "
+            f"{output.count(facts['events']['total'])} in all, {output.size(facts['bytes']['total'])}", soft_wrap=True)

@@ -22,7 +22,7 @@ class Verbs(TyperGroup):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         standalone = kwargs.pop("standalone_mode", True)
         try:
-            code = super().main(*args, **kwargs, standalone_mode=False)
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         except BrokenPipeError:  # `semel info | head -1`

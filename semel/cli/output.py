@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
     from rich.table import Table
 
 
@@ -76,6 +76,27 @@ def progress_bar() -> Iterator[Progress]:
                TextColumn("{task.fields[detail]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield bar
+
+
+class Steps:
+    """Shows ``progress(what, done, total)`` calls in a progress display: one line a ``what``, with its rate."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(what, total=total, detail="")
+        task = self._tasks[what]
+        speed = self._bar.tasks[self._bar.task_ids.index(task)].speed
+        self._bar.update(task, completed=done, total=total, detail=f"{count(speed)}/s" if speed else "")
+
+    def clear(self) -> None:
+        """Take all lines away."""
+        for task in self._tasks.values():
+            self._bar.remove_task(task)
+        self._tasks.clear()
 
 
 def size(number_of_bytes: float) -> str:

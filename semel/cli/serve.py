@@ -1,3 +1,37 @@
-"""x"""
-def serve() -> None:
-    """x"""
+"""``semel serve``: answer requests over HTTP with a trained run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    run: Annotated[Path, typer.Argument(help="The folder of the run.")],
+    store: Annotated[Path, typer.Option(help="The folder of the store.")] = Path("store"),
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback --token is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8080,
+    token: Annotated[str | None, typer.Option(help="What clients must send as a bearer token.")] = None,
+    max_candidates: Annotated[int, typer.Option(min=1, help="Most candidates of a request.")] = 2000,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered 503.")] = 64,
+    workers: Annotated[int, typer.Option(min=1, help="Requests that are scored at the same time.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of each worker.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Say where it listens as one JSON line.")] = False,
+) -> None:
+    """Answer requests over HTTP until SIGTERM or Ctrl-C, then finish what was accepted."""
+    from semel.cli import output
+    from semel.serving import run_server
+
+    def ready(url: str) -> None:
+        if as_json:
+            print(json.dumps({"url": url}), flush=True)
+        else:
+            output.results().print(f"[bold]{url}[/bold]  serves {run}; {url}/docs describes it; Ctrl-C ends it",
+                                   soft_wrap=True)
+
+    output.remark(f"loading {run}")
+    run_server(run, store, host, port, token=token, max_candidates=max_candidates, queue=queue, workers=workers,
+               threads=threads, ready=ready)

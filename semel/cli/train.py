@@ -1,3 +1,133 @@
-"""x"""
-def train() -> None:
-    """x"""
+"""``semel train``: a recipe on a store gives a run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from semel.training import Progress, Recipe, Run, Trainer
+
+
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe by name; with --resume it may be left out.")] = None,
+    store: Annotated[Path | None, typer.Option(help="The folder of the store.", show_default="./store")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder in which runs are made.", show_default="./runs")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file that overrides fields of the recipe.")] = None,
+    assign: Annotated[list[str] | None, typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Override one field (epochs=3); may be repeated.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Train a model. Ctrl-C saves a checkpoint to resume from."""
+    from semel.cli import output
+    from semel.training import Trainer
+
+    chosen = choose(recipe, resume, store, out, config, assign or [])
+    with output.progress_bar() as bar:
+        trainer = Trainer(chosen, on_progress=Shown(bar))
+        with _save_on_interrupt(trainer):
+            run = fit(trainer, resume)
+    facts = outcome(run)
+    if as_json:
+        output.print_json(facts)
+        return
+    figures = ", ".join(f"{name} {value:.4f}" for name, value in facts["validation"].items())
+    output.results().print(
+        f"{run.path}: {facts['epochs']} epochs, {output.count(facts['steps'])} steps in {facts['seconds']:.0f} s; "
+        f"best on validation: {figures}", soft_wrap=True)
+
+
+def choose(name: str | None, resume: Path | None, store: Path | None, out: Path | None, config: Path | None,
+           assign: list[str]) -> Recipe:
+    """The recipe that is asked for, with a file's and then the command line's overrides. ValueError for bad ones."""
+    from semel import recipes
+    from semel.training import Run, override, read_overrides, with_paths
+
+    if resume is not None:
+        recipe = Run.open(resume).recipe
+        if name not in (None, recipe.name):
+            raise ValueError(f"{resume} is a run of {recipe.name}, not of {name}; leave the name out")
+    elif name is None:
+        raise ValueError(f"name a recipe: {', '.join(recipes.names())}")
+    else:
+        recipe = recipes.get(name)
+    if config is not None:
+        recipe = override(recipe, read_overrides(config))
+    recipe = override(recipe, dict(_assignment(text) for text in assign))
+    return with_paths(recipe, store, out)
+
+
+def fit(trainer: Trainer, resume: Path | None = None) -> Run:
+    """``trainer.fit``, where a loss that is not finite is the fault of the settings."""
+    try:
+        return trainer.fit(resume)
+    except FloatingPointError as error:
+        raise ValueError(str(error)) from error
+
+
+def outcome(run: Run) -> dict[str, Any]:
+    """What ``semel train --json`` prints: where the run is, how it went, and the figures of the weights it kept."""
+    summary = run.summary
+    score, best = next(iter(summary["best"].items()))
+    validations = [line for line in run.metrics if line["kind"] == "validation"]
+    kept = next((line for line in validations if line[score] == best), validations[-1])
+    figures = {name: value for name, value in kept.items() if name not in ("kind", "step", "epoch")}
+    return {"run": str(run.path), "recipe": run.recipe.name, **summary, "kept_epoch": kept["epoch"],
+            "validation": figures}
+
+
+class Shown:
+    """Shows a trainer's progress: a bar where there is a terminal, and a line for each validation anywhere."""
+
+    def __init__(self, bar: Bar, indent: str = "") -> None:
+        self._bar, self._indent = bar, indent
+        self._task = bar.add_task("train", total=None, detail="")
+        self._validation: dict[str, float] = {}
+
+    def __call__(self, now: Progress) -> None:
+        self._bar.update(
+            self._task, completed=now.step, total=now.steps, description=f"epoch {now.epoch + 1} of {now.epochs}",
+            detail=f"loss {now.loss:.4f}  {now.samples_per_s:,.0f} samples/s  waited {now.wait_s:.1f} s")
+        if now.validation and now.validation != self._validation:
+            figures = ", ".join(f"{name} {value:.4f}" for name, value in now.validation.items())
+            text = f"{self._indent}after epoch {now.epoch}: loss {now.loss:.4f}, {figures}"
+            self._bar.console.print(text, style="dim", soft_wrap=True)
+            self._validation = dict(now.validation)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"--set {text!r}: say FIELD=VALUE, as in --set epochs=3")
+    return name.strip(), value.strip()
+
+
+@contextmanager
+def _save_on_interrupt(trainer: Trainer) -> Iterator[None]:
+    """Within the block the first Ctrl-C lets the trainer save; a second one ends at once."""
+    from semel.cli import output
+    from semel.cli.errors import INTERRUPTED
+    from semel.training import Interrupted
+
+    before = signal.getsignal(signal.SIGINT)
+
+    def save(*_: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        trainer.stop()
+
+    signal.signal(signal.SIGINT, save)
+    try:
+        yield
+    except Interrupted as error:
+        output.remark(str(error))
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGINT, before)

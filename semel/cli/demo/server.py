@@ -2,52 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import signal
-import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 READY_WITHIN_S = 120.0
-DRAINED_WITHIN_S = 30.0
+DRAINED_WITHIN_S = 45.0
 
 
 @contextmanager
 def serving(run: Path, store: Path, log: Path) -> Iterator[str]:
-    """``semel serve`` for the duration of the block; yields its address, its output goes to ``log``.
+    """``semel serve`` for the duration of the block; yields its address, its remarks go to the file ``log``.
 
     Raises RuntimeError, with the last lines of the log, if it does not become ready or does not end cleanly.
     """
-    port = free_port()
-    command = [sys.executable, "-m", "semel.cli", "serve", str(run), "--store", str(store), "--port", str(port)]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-m", "semel.cli", "serve", str(run), "--store", str(store), "--port", "0", "--json"]
+    with log.open("w") as remarks:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=remarks, text=True)
         try:
-            address = f"http://127.0.0.1:{port}"
-            _await_ready(process, address, log)
-            yield address
+            yield _address(process, log)
             process.send_signal(signal.SIGTERM)
             try:
                 code = process.wait(DRAINED_WITHIN_S)
             except subprocess.TimeoutExpired:
                 within = f"within {DRAINED_WITHIN_S:.0f} s of SIGTERM"
                 raise RuntimeError(f"the server did not end {within}; {tail(log)}") from None
-            if code not in (0, -signal.SIGTERM):
+            if code != 0:
                 raise RuntimeError(f"the server ended with code {code}; {tail(log)}")
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def tail(log: Path, lines: int = 3) -> str:
@@ -56,17 +48,16 @@ def tail(log: Path, lines: int = 3) -> str:
     return f"{log} ends with: {' / '.join(text)}" if text else f"{log} is empty"
 
 
-def _await_ready(process: subprocess.Popen, address: str, log: Path) -> None:
-    import httpx
-
-    deadline = time.monotonic() + READY_WITHIN_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with code {process.returncode} before it was ready; {tail(log)}")
-        try:
-            if httpx.get(f"{address}/readyz", timeout=2, trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass  # not listening yet
-        time.sleep(0.1)
-    raise RuntimeError(f"the server was not ready within {READY_WITHIN_S:.0f} s; {tail(log)}")
+def _address(process: subprocess.Popen[str], log: Path) -> str:
+    """The address that the server prints once it takes requests."""
+    assert process.stdout is not None
+    too_late = threading.Timer(READY_WITHIN_S, process.kill)  # ends the wait for its line, too
+    too_late.start()
+    try:
+        line = process.stdout.readline()
+    finally:
+        too_late.cancel()
+    if not line:
+        code = process.wait()
+        raise RuntimeError(f"the server ended with code {code} before it took requests; {tail(log)}")
+    return json.loads(line)["url"]
