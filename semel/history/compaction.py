@@ -63,7 +63,7 @@ def merge_bucket(old_users: np.ndarray | list[bytes], old_offsets: np.ndarray, o
 def take(refs: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """The rows that ``refs`` name, of a column's old and new values."""
     out = np.empty((len(refs), *old.shape[1:]), old.dtype)
-    gather.take_rows(refs, bits(old), bits(new), bits(out))
+    gather.take_rows(refs, int(np.prod(old.shape[1:])), bits(old), bits(new), bits(out))
     return out
 
 

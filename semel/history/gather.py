@@ -257,29 +257,34 @@ def sum_counts(count, offsets):
 
 
 @kernel
-def copy_plain(index, begin, count, offsets, values, out):
+def copy_plain(index, begin, count, offsets, width, values, out):
+    """Copy rows of ``width`` values each; ``values`` and ``out`` are flat."""
     for j in range(len(index)):
         p = index[j]
-        to, start = offsets[p], begin[p]
-        for i in range(count[p]):
+        to, start = offsets[p] * width, begin[p] * width
+        for i in range(count[p] * width):
             out[to + i] = values[start + i]
 
 
 @kernel
-def copy_rows(index, begin, count, offsets, room, refs, values, tail_values, out):
+def copy_rows(index, begin, count, offsets, room, refs, width, values, tail_values, out):
+    """The same where rows are references."""
     for j in range(len(index)):
         p = index[j]
-        to, start = offsets[p], begin[p]
+        to, start = offsets[p] * width, begin[p]
         if room[p] == room[p + 1]:
-            for i in range(count[p]):
+            start *= width
+            for i in range(count[p] * width):
                 out[to + i] = values[start + i]
         else:
             for i in range(count[p]):
                 ref = refs[start + i]
-                if ref >= 0:
-                    out[to + i] = values[ref]
-                else:
-                    out[to + i] = tail_values[~ref]
+                for k in range(width):
+                    if ref >= 0:
+                        out[to] = values[ref * width + k]
+                    else:
+                        out[to] = tail_values[~ref * width + k]
+                    to += 1
 
 
 @kernel
@@ -341,12 +346,14 @@ def merge_bucket(old_row, old_offsets, old_times, new_row, new_offsets, new_orde
 
 
 @kernel
-def take_rows(refs, old_values, new_values, out):
+def take_rows(refs, width, old_values, new_values, out):
+    """Rows of ``width`` values each, flat."""
     for i in range(len(refs)):
-        if refs[i] >= 0:
-            out[i] = old_values[refs[i]]
-        else:
-            out[i] = new_values[~refs[i]]
+        for k in range(width):
+            if refs[i] >= 0:
+                out[i * width + k] = old_values[refs[i] * width + k]
+            else:
+                out[i * width + k] = new_values[~refs[i] * width + k]
 
 
 @kernel

@@ -157,14 +157,14 @@ def read_records(path: Path, offset: int = SEGMENT_HEADER,
         _check_segment(file.read(SEGMENT_HEADER), path)
         while True:
             record = None
-            for wait in (0.0, 0.002, 0.05):  # a reader may look at a record while its writer takes it back
+            for wait in (0.0, 0.003):  # a reader may look at a record while its writer takes it back
                 time.sleep(wait)
                 size = os.fstat(file.fileno()).st_size if sealed is None else sealed
                 try:
                     record = _read_record(file, path, offset, size)
                     break
                 except CorruptFile:
-                    if wait == 0.05:
+                    if wait:
                         raise
             if record is None:
                 if sealed is not None and offset != sealed:

@@ -177,7 +177,7 @@ def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projec
         template = tail.columns[name]
         out = np.empty((total, *template.shape[1:]), template.dtype)
         old = [shards[part.shard].words(name) if shards[part.shard].rows else None for part in chosen.parts]
-        _copy(chosen, offsets, old, tail.words(name), bits(out))
+        _copy(chosen, offsets, old, tail.words(name), bits(out), int(np.prod(template.shape[1:])))
         columns[name] = out
         valid = _validity(view, chosen, offsets, name, total)
         if valid is not None:
@@ -197,7 +197,7 @@ def _validity(view: View, chosen: Selection, offsets: np.ndarray, name: str, tot
     old = [shard.valid(name) if len(shard.valid(name)) else _all_valid(shard.rows) for shard in shards]
     new = tail.valid[name] if in_tail else _all_valid(tail.rows)
     valid = np.empty(total, bool)
-    _copy(chosen, offsets, [bits(mask) for mask in old], bits(new), bits(valid))
+    _copy(chosen, offsets, [bits(mask) for mask in old], bits(new), bits(valid), 1)
     return None if valid.all() else valid
 
 
@@ -206,14 +206,14 @@ def _all_valid(rows: int) -> np.ndarray:
 
 
 def _copy(chosen: Selection, offsets: np.ndarray, old: Sequence[np.ndarray | None], new: np.ndarray,
-          out: np.ndarray) -> None:
+          out: np.ndarray, width: int) -> None:
     """Copy the chosen rows of a column: ``old`` for each part the shard's values (None: it has none), ``new`` the
-    tail's."""
+    tail's; ``width`` values a row."""
     for part, values in zip(chosen.parts, old, strict=True):
         if values is None:
             values = new[:0]
         if part.plain:
-            gather.copy_plain(part.index, chosen.begin, chosen.count, offsets, values, out)
+            gather.copy_plain(part.index, chosen.begin, chosen.count, offsets, width, values, out)
         else:
-            gather.copy_rows(part.index, chosen.begin, chosen.count, offsets, chosen.room, chosen.refs, values, new,
-                             out)
+            gather.copy_rows(part.index, chosen.begin, chosen.count, offsets, chosen.room, chosen.refs, width, values,
+                             new, out)

@@ -139,10 +139,13 @@ class HistoryStore:
         if self._closed:
             raise StoreError(f"the handle on {self.path} is closed")
 
-    def _check_writable(self, verb: str) -> None:
+    def _check_mode(self, verb: str) -> None:
         self._check_open()
         if self.mode != "a":
             raise StoreError(f'{self.path} is open with mode="r"; open it with mode="a" to {verb}')
+
+    def _check_writable(self) -> None:  # with the lock held: an append in progress counts as failed until it ends
+        self._check_open()
         if self._failed:
             raise StoreError(f"{self.path}: an earlier write failed ({self._failed}); reopen the store")
 
@@ -155,14 +158,14 @@ class HistoryStore:
         with a token that the store has seen does nothing and returns the first one's version. Raises ValueError for
         rows that do not fit the schema, OSError where the disk refuses (nothing is appended then).
         """
-        self._check_writable("append")
+        self._check_mode("append")
         if token is not None and not isinstance(token, str):
             raise ValueError(f"token must be a string, got {token!r}")
         if token is not None:
             token.encode()  # a lone surrogate is an error here, not in the middle of a write
         arrays = check_events(data, self.schema)
         with self._moving:
-            self._check_writable("append")
+            self._check_writable()
             if token in self._tokens:
                 return self._tokens[token]
             if not len(arrays["event_time"]) and token is None:
@@ -308,10 +311,10 @@ class HistoryStore:
         generation in place. ``progress(shards done, shards)``."""
         from semel.history.compaction import write_generation
 
-        self._check_writable("compact")
+        self._check_mode("compact")
         with self._compacting:
             with self._moving:
-                self._check_writable("compact")
+                self._check_writable()
                 if self._follower.manifest.compacted_version == self.version:
                     return self.generation
                 self._roll()

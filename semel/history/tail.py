@@ -56,9 +56,8 @@ def frozen(array: np.ndarray) -> np.ndarray:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The same rows as unsigned integers (or, for lists, vectors of them), so that kernels are compiled once a width
-    and not once a dtype."""
-    return array.view(f"u{array.dtype.itemsize}")
+    """The values, flat, as unsigned integers, so that kernels are compiled once a width and not once a dtype."""
+    return array.reshape(-1).view(f"u{array.dtype.itemsize}")
 
 
 _NOTHING = np.empty(0, np.int64)

@@ -1,0 +1,234 @@
+"""Promise 2: kill the writer at any instruction; every acknowledged append is there, no torn one is visible, a retry
+with the same token is one append. And damaged bytes are an error that names the file, never wrong data."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from semel.history import CorruptFile, EventSchema, HistoryStore, Projection, StoreError
+
+SCHEMA = EventSchema({"item_id": pa.int64(), "text": pa.string()})
+PROJECTION = Projection(("item_id", "version", "text"))
+USERS = 5
+
+# Appends batches number 0, 1, ... (batch n: one event for each user, tokens "0", "1", ...), prints each number when it is
+# acknowledged, compacts now and then. Starts at the number that it is given, so that the first may be a retry.
+WRITER = """
+import sys, pyarrow as pa
+from semel.history import HistoryStore, SegmentWriter
+from semel.history import store as module
+module.SEGMENT_BYTES = 4000
+store = HistoryStore.open(sys.argv[1], mode="a")
+print("open", flush=True)
+for n in range(int(sys.argv[2]), 10**9):
+    table = pa.table({"user_id": range(5), "event_time": [1000 - n % 7] * 5, "item_id": [n] * 5,
+                      "text": [f"t{n % 11}"] * 5})
+    version = store.append(table, token=str(n))
+    print(n, version, flush=True)
+    if n % 4 == 3:
+        store.compact()
+        print("compacted", flush=True)
+"""
+
+
+def run_and_kill(path: Path, start: int, after: float, chance: random.Random) -> dict[int, int]:
+    """{batch number: version} of what was acknowledged before the writer was killed."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(start)], stdout=subprocess.PIPE, text=True)
+    acknowledged: dict[int, int] = {}
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "open\n"
+        lines = chance.randint(0, 20)
+        for line in writer.stdout:
+            if line[0].isdigit():
+                number, version = map(int, line.split())
+                acknowledged[number] = version
+            lines -= 1
+            if lines <= 0:
+                break
+        time.sleep(after)
+        os.kill(writer.pid, signal.SIGKILL)
+        for line in writer.stdout:
+            if line.endswith("\n") and line[0].isdigit():
+                number, version = map(int, line.split())
+                acknowledged[number] = version
+    finally:
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()  # type: ignore[union-attr]
+    return acknowledged
+
+
+def check(store: HistoryStore, acknowledged: dict[int, int]) -> list[int]:
+    """Whole batches, each once, every acknowledged one at its version; the batch numbers that are there."""
+    table = store.read(store.point(np.arange(USERS), 10**9), PROJECTION)
+    first = table.row(0)
+    for user in range(USERS):
+        row = table.row(user)
+        assert (row["item_id"] == first["item_id"]).all() and (row["version"] == first["version"]).all()
+        strings = table.strings("text")[table.offsets[user] : table.offsets[user + 1]]
+        assert strings.tolist() == [f"t{n % 11}" for n in row["item_id"]]
+    there = dict(zip(first["item_id"].tolist(), first["version"].tolist(), strict=True))
+    assert len(there) == len(first["item_id"])
+    assert acknowledged.items() <= there.items()
+    assert sorted(there) == list(range(len(there)))
+    return sorted(there)
+
+
+def kill_many(path: Path, times: int, seed: int) -> None:
+    chance = random.Random(seed)
+    HistoryStore.create(path, SCHEMA, shards=2).close()
+    acknowledged: dict[int, int] = {}
+    start = 0
+    for _ in range(times):
+        acknowledged |= run_and_kill(path, start, chance.random() ** 3 * 0.05, chance)
+        with HistoryStore.open(path) as reader:
+            there = check(reader, acknowledged)
+            reader.verify()
+        start = max(len(there) - 1, 0)  # a retry of the last one, which may or may not have been acknowledged
+    with HistoryStore.open(path, mode="a") as store:
+        before = store.version
+        for n in range(len(there)):
+            table = pa.table({"user_id": range(USERS), "event_time": [1] * USERS, "item_id": [n] * USERS,
+                              "text": ["again"] * USERS})
+            version = store.append(table, token=str(n))
+            assert version == acknowledged.get(n, version)
+        assert store.version == before
+        store.compact()
+        check(store, acknowledged)
+        assert len(list((path / "generations").iterdir())) == 1
+        assert len(list((path / "log").iterdir())) == 1
+
+
+@pytest.mark.timeout(110)
+def test_a_killed_writer_loses_nothing(tmp_path: Path) -> None:
+    kill_many(tmp_path / "store", 6, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(4))
+def test_hundreds_of_killed_writers(tmp_path: Path, seed: int) -> None:
+    kill_many(tmp_path / "store", 75, seed=seed + 100)
+
+
+def make_store(path: Path) -> tuple[bytes, ...]:
+    """A store with a generation and a log; what a full read of it gives."""
+    with HistoryStore.create(path, SCHEMA, shards=2) as store:
+        for n in range(6):
+            store.append(pa.table({"user_id": range(USERS), "event_time": [1000 - n] * USERS, "item_id": [n] * USERS,
+                                   "text": [f"t{n}", None, "x", "y", "z"]}), token=str(n))
+            if n == 3:
+                store.compact()
+    return contents(path)
+
+
+def contents(path: Path) -> tuple[bytes, ...]:
+    with HistoryStore.open(path) as store:
+        table = store.read(store.point(np.arange(USERS + 1), 10**9), Projection(("item_id", "version", "event_time",
+                                                                                 "text")))
+        parts = [table.offsets, *table.columns.values(), *(table.validity or {}).values(), table.status]
+        return (*(part.tobytes() for part in parts), repr(table.strings("text").tolist()).encode(),
+                str(store.version).encode())
+
+
+def flip_and_read(source: Path, work: Path, expected: tuple[bytes, ...], chance: random.Random, times: int) -> None:
+    files = sorted(f for f in source.rglob("*") if f.is_file() and f.name != "writer.lock")
+    shutil.copytree(source, work)
+    for _ in range(times):
+        file = chance.choice(files).relative_to(source)
+        original = (source / file).read_bytes()
+        if not original:
+            continue
+        damaged = bytearray(original)
+        at = chance.randrange(len(damaged))
+        damaged[at] ^= chance.randrange(1, 256)
+        (work / file).write_bytes(damaged)
+        try:
+            assert contents(work) == expected, f"{file}: byte {at} changed what was read"
+        except StoreError as error:
+            assert str(file.name) in str(error) or file.suffix == ".json", f"{error} does not name {file}"
+        with pytest.raises(StoreError), HistoryStore.open(work) as store:
+            store.verify()
+        (work / file).write_bytes(original)
+    assert contents(work) == expected
+
+
+def test_a_flipped_byte_is_an_error_or_is_not_read(tmp_path: Path) -> None:
+    expected = make_store(tmp_path / "store")
+    flip_and_read(tmp_path / "store", tmp_path / "work", expected, random.Random(5), 120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_flipped_bytes(tmp_path: Path) -> None:
+    expected = make_store(tmp_path / "store")
+    flip_and_read(tmp_path / "store", tmp_path / "work", expected, random.Random(6), 5000)
+
+
+@pytest.mark.parametrize("kind", ["column", "segment", "generation", "shortened", "exchanged"])
+def test_lost_files_are_an_error_that_names_them(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "store"
+    make_store(path)
+    shard = next(path.glob("generations/*/shard-0000"))
+    victim = {"column": shard / "column-000", "segment": next(path.glob("log/*.log")),
+              "generation": shard.parent / "generation.json", "shortened": shard / "event_time",
+              "exchanged": shard / "version"}[kind]
+    if kind == "shortened":
+        victim.write_bytes(victim.read_bytes()[:-8])
+    elif kind == "exchanged":
+        shutil.copy(shard / "event_time", victim)  # a sound file of the wrong place
+    else:
+        victim.unlink()
+    with pytest.raises(CorruptFile, match=victim.name):
+        contents(path)
+
+
+def test_a_full_disk_appends_nothing(tmp_path: Path) -> None:
+    """The size limit of the process stands in for the disk's."""
+    code = """
+import resource, signal, sys, pyarrow as pa
+from semel.history import EventSchema, HistoryStore
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = HistoryStore.create(sys.argv[1], EventSchema({"item_id": pa.int64(), "text": pa.string()}), shards=2)
+def table(n, rows):
+    return pa.table({"user_id": [u % 5 for u in range(rows)], "event_time": [n] * rows, "item_id": [n] * rows,
+                     "text": [f"t{n % 11}"] * rows})
+store.append(table(0, 5))
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+try:
+    store.append(table(1, 5000))
+except OSError as error:
+    print("refused", store.version)
+print(store.append(table(1, 5)))
+"""
+    out = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True, timeout=60)
+    assert out.stdout == "refused 1\n2\n", out.stderr
+    with HistoryStore.open(tmp_path / "s") as store:
+        assert check(store, {0: 1, 1: 2}) == [0, 1]
+
+
+def test_a_read_only_folder_can_be_read(tmp_path: Path) -> None:
+    expected = make_store(tmp_path / "store")
+    folders = [tmp_path / "store", *(f for f in (tmp_path / "store").rglob("*") if f.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        assert contents(tmp_path / "store") == expected
+        if os.geteuid() != 0:
+            with pytest.raises(PermissionError):
+                HistoryStore.create(tmp_path / "store" / "more", SCHEMA)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
