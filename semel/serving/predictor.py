@@ -46,7 +46,7 @@ class Predictor:
         self._string_users, self._string_items = is_string(self.user_type), is_string(self.item_type)
         self._refresh, self._owned, self._closed = refresh, owned, False
         self._features = artifact.features
-        self._reads = _TimedReads(store)
+        self._reads: Any = _TimedReads(store)
         self._schema = exposure_schema(self.user_type, self.item_type)
         self._log = exposures
         self._writer: GroupCommit[Exposure] | None = None

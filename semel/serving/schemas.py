@@ -6,6 +6,7 @@ null differ, and the validated rows are plain dicts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, Required
 
@@ -101,7 +102,7 @@ def rank_body(user: pa.DataType, item: pa.DataType, max_candidates: int) -> Body
     return Body("RankRequest", TypeAdapter(record))
 
 
-def events_body(key: str, key_type: pa.DataType, columns: dict[str, pa.DataType], required: tuple[str, ...],
+def events_body(key: str, key_type: pa.DataType, columns: Mapping[str, pa.DataType], required: tuple[str, ...],
                 many: str, one: str, idempotent: bool, max_rows: int = 10_000) -> Body:
     """Rows for a store whose key column is ``key``: ``{many: [{key, event_time?, columns..., event_key?}]}``.
 
@@ -152,8 +153,8 @@ def _not_empty(label: dict[str, float]) -> dict[str, float]:
     return label
 
 
-def rows_table(rows: list[dict[str, Any]], key: str, key_type: pa.DataType, columns: dict[str, pa.DataType], now: int,
-               where: str) -> pa.Table:
+def rows_table(rows: list[dict[str, Any]], key: str, key_type: pa.DataType, columns: Mapping[str, pa.DataType],
+               now: int, where: str) -> pa.Table:
     """Validated rows as the table a store appends: the key, ``event_time`` (``now`` where omitted), every column.
 
     Raises InvalidRequest for an ``event_time`` more than a day ahead of ``now``.

@@ -51,3 +51,24 @@ def seen_items(batch):
     counts = torch.stack([(history["item_id"][int(row)] == item).sum()
                           for item, row in zip(batch.candidate["item_id"], rows, strict=True)]).float()
     return torch.stack([counts, torch.nan_to_num(batch.candidate["year"])], dim=1)
+
+
+def save_tiny_model(run, strings=False, seed=0):
+    """A real, untrained HSTU ranker for the small store, in the folder ``run``."""
+    import torch
+
+    from semel.features import stable_id
+    from semel.models import EncoderConfig, ModelConfig, Scale, Vocabulary, make_model, save_model
+
+    torch.manual_seed(seed)
+    config = ModelConfig(dim=8, hidden=(8,), encoder=EncoderConfig(dim=16, layers=2, heads=2, head_dim=8, positions=51))
+    items = np.array([f"iü{number}" for number in range(40)], dtype=object) if strings else np.arange(40)
+    texts = {"surface": ["home", "search"], "genres": ["drama", "war", "comedy"]}
+    encoders = {"item_id": Vocabulary(stable_id(items)), "rating": Scale(3.0, 1.0), "hour": Scale(12.0, 6.0),
+                "year": Scale(1990.0, 5.0),
+                **{name: Vocabulary(stable_id(np.array(values, dtype=object))) for name, values in texts.items()}}
+    model = make_model(config, SPEC, encoders)
+    with torch.no_grad():
+        for parameter in model.parameters():  # large enough that histories and candidates matter
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return save_model(run, model, config, SPEC, name="tiny")
