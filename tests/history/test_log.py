@@ -98,7 +98,7 @@ def test_damage_stops_a_writer_too(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[ends[0] + 60] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CorruptFile, match="1.log: record at byte"):
+    with pytest.raises(CorruptFile, match=r"1\.log: record at byte"):
         SegmentWriter(path)
     assert path.read_bytes() == content
 

@@ -129,9 +129,9 @@ def test_readers_follow_and_never_shorten(store: HistoryStore, tmp_path: Path) -
         store.compact()
     assert reader.read(pointers, ITEMS).columns["item_id"].tolist() == [1]
     assert reader.refresh() == 5 and items(reader, 1) == [1, 2, 3, 4, 5]
-    with pytest.raises(VersionNotVisible, match="version 6.*version 5"):
+    with pytest.raises(VersionNotVisible, match=r"version 6.*version 5"):
         reader.read(Pointers(np.array([1]), 100, np.array([6])), ITEMS)
-    with pytest.raises(VersionNotVisible, match="version 6.*version 5"):
+    with pytest.raises(VersionNotVisible, match=r"version 6.*version 5"):
         store.read(Pointers(np.array([1]), 100, np.array([6])), ITEMS)
 
 

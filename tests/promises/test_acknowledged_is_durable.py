@@ -22,7 +22,7 @@ SCHEMA = EventSchema({"item_id": pa.int64(), "text": pa.string()})
 PROJECTION = Projection(("item_id", "version", "text"))
 USERS = 5
 
-# Appends batches number 0, 1, ... (batch n: one event for each user, tokens "0", "1", ...), prints each number when it is
+# Appends batches number 0, 1, ... (batch n: one event for each user, token "n"), prints each number when it is
 # acknowledged, compacts now and then. Starts at the number that it is given, so that the first may be a retry.
 WRITER = """
 import sys, pyarrow as pa

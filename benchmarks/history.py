@@ -1,0 +1,239 @@
+"""Reading histories: ``store.read`` against the raw numba gather (the limit) and against scanning fat rows.
+
+    python -m benchmarks.history [--users 20000] [--mean 500] [--json]
+
+Log-normal lengths, 6 columns, requests drawn by event; the last 1,024 events of 2 columns; warm cache; one thread each.
+The contestants take turns, the table shows medians. Fat rows: one Parquet (zstd) row a request, with the same two
+columns of the same events, read in the order of the file, columns projected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from semel.batch import offsets_of
+from semel.history import EventSchema, HistoryStore, Pointers, Projection
+
+LAST = 1024
+BATCH = 1024
+SCHEMA = EventSchema({
+    "item_id": pa.int64(), "watch_time": pa.float32(), "action": pa.dictionary(pa.int8(), pa.string()),
+    "surface": pa.int8(), "author_id": pa.int32(), "price": pa.float32(),
+}, group="action")
+PROJECTION = Projection(("item_id", "watch_time"), last=LAST)
+
+
+def generate(users: int, mean: int, seed: int = 0) -> pa.Table:
+    """Events in order of time; sizes are log-normal with the given mean, 16,384 at most."""
+    random = np.random.default_rng(seed)
+    sizes = np.clip(random.lognormal(np.log(mean) - 0.72, 1.2, users), 1, 16_384).astype(np.int64)
+    user = np.repeat(np.arange(users), sizes)
+    count = len(user)
+    when = random.integers(0, 30 * 86_400_000_000, count)
+    order = np.argsort(when)
+    codes = random.choice(4, count, p=[0.7, 0.2, 0.07, 0.03]).astype(np.int8)
+    actions = pa.DictionaryArray.from_arrays(pa.array(codes), ["view", "like", "share", "follow"])
+    return pa.table({
+        "user_id": user[order], "event_time": when[order],
+        "item_id": np.minimum(random.zipf(1.2, count), 1_000_000), "watch_time": random.random(count, np.float32),
+        "action": actions, "surface": random.integers(0, 5, count).astype(np.int8),
+        "author_id": random.integers(0, 100_000, count).astype(np.int32), "price": random.random(count, np.float32),
+    })
+
+
+@numba.njit(nogil=True)
+def gather_limit(offsets: Any, times: Any, items: Any, watch: Any, users: Any, as_of: Any, last: int) -> Any:
+    """What no store can beat with these arrays: one sorted copy of all, users are row numbers, one version."""
+    begin = np.empty(len(users), np.int64)
+    out_offsets = np.zeros(len(users) + 1, np.int64)
+    for p in range(len(users)):
+        low, high = offsets[users[p]], offsets[users[p] + 1]
+        start = low
+        while low < high:
+            middle = (low + high) >> 1
+            if times[middle] < as_of[p]:
+                low = middle + 1
+            else:
+                high = middle
+        begin[p] = max(start, low - last)
+        out_offsets[p + 1] = out_offsets[p] + low - begin[p]
+    out_items = np.empty(out_offsets[-1], items.dtype)
+    out_watch = np.empty(out_offsets[-1], watch.dtype)
+    for p in range(len(users)):
+        count = out_offsets[p + 1] - out_offsets[p]
+        out_items[out_offsets[p] : out_offsets[p + 1]] = items[begin[p] : begin[p] + count]
+        out_watch[out_offsets[p] : out_offsets[p + 1]] = watch[begin[p] : begin[p] + count]
+    return out_offsets, out_items, out_watch
+
+
+def write_fat_rows(store: HistoryStore, pointers: Pointers, path: Path) -> None:
+    writer = None
+    for at in range(0, len(pointers), BATCH):
+        table = store.read(pointers[at : at + BATCH], PROJECTION)
+        rows = pa.table({"user_id": pointers.user_id[at : at + BATCH], "as_of": pointers.as_of[at : at + BATCH], **{
+            name: pa.LargeListArray.from_arrays(table.offsets, column) for name, column in table.columns.items()}})
+        writer = writer or pq.ParquetWriter(path, rows.schema, compression="zstd")
+        writer.write_table(rows)
+    assert writer is not None
+    writer.close()
+
+
+def scan(path: Path) -> int:
+    count = 0
+    for batch in pq.ParquetFile(path).iter_batches(BATCH, columns=list(PROJECTION.columns), use_threads=False):
+        for name in PROJECTION.columns:
+            column = batch.column(name)
+            count += len(column.offsets.to_numpy()) + len(column.values.to_numpy())
+    return count
+
+
+def medians(contestants: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Seconds a run of each, taking turns until the time is over (three rounds at least)."""
+    for run in contestants.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(times.values()))) < 3:
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(values)) for name, values in times.items()}
+
+
+def one_by_one(store: HistoryStore, users: np.ndarray, as_of: int, count: int = 3000) -> dict[str, float]:
+    times = []
+    for user in users[:count]:
+        start = time.perf_counter()
+        store.read(store.point(np.array([user]), as_of), PROJECTION)
+        times.append(time.perf_counter() - start)
+    p50, p99 = np.percentile(times, [50, 99]) * 1e6
+    return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
+
+
+def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> dict[str, Any]:
+    events = generate(users, mean)
+    random = np.random.default_rng(1)
+    store = HistoryStore.create(folder / "store", SCHEMA)
+    start = time.perf_counter()
+    for at in range(0, events.num_rows, 250_000):
+        store.append(events.slice(at, 250_000))
+    append_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    store.compact()
+    compact_seconds = time.perf_counter() - start
+
+    drawn = random.choice(events.num_rows, requests, replace=False)  # by event: active users dominate
+    pointers = store.point(events["user_id"].to_numpy()[drawn], events["event_time"].to_numpy()[drawn])
+    user, when = events["user_id"].to_numpy(), events["event_time"].to_numpy()
+    order = np.lexsort((when, user))
+    arrays = (offsets_of(np.bincount(user, minlength=users)), when[order], events["item_id"].to_numpy()[order],
+              events["watch_time"].to_numpy()[order])
+    batches = [pointers[at : at + BATCH] for at in range(0, requests, BATCH)]
+    fat = folder / "fat.parquet"
+    write_fat_rows(store, pointers, fat)
+
+    lengths, _ = store.lengths(pointers, PROJECTION)
+    first = store.read(batches[0], PROJECTION)
+    limit = gather_limit(*arrays, batches[0].user_id, batches[0].as_of, LAST)
+    for got, want in zip((first.offsets, first.columns["watch_time"]), (limit[0], limit[2]), strict=True):
+        assert (got == want).all(), "the contestants disagree"
+
+    names = {"store": "store.read", "limit": "raw numba gather (limit)", "fat": "fat-row Parquet scan"}
+    times = medians({
+        "limit": lambda: [gather_limit(*arrays, b.user_id, b.as_of, LAST) for b in batches],
+        "store": lambda: [store.read(b, PROJECTION) for b in batches],
+        "fat": lambda: scan(fat),
+    }, seconds)
+    lengths_seconds = medians({"lengths": lambda: store.lengths(pointers, PROJECTION)}, 0.5)["lengths"]
+    stats = store.stats()
+    visited = random.choice(user, 3000)
+    now = int(when.max()) + 1
+    alone = {"generation": one_by_one(store, visited, now)}
+    tail = events.slice(0, min(100_000, events.num_rows))
+    store.append(tail)
+    alone["generation + log of 100k events"] = one_by_one(store, visited, now)
+    one = tail.slice(0, 1)
+    start = time.perf_counter()
+    for _ in range(50):
+        store.append(one)
+        store.read(store.point(one["user_id"].to_numpy(), now), PROJECTION)
+    append_one = (time.perf_counter() - start) / 50
+    thousand = tail.slice(0, 1000)
+    start = time.perf_counter()
+    for _ in range(20):
+        store.append(thousand)
+    append_thousand = (time.perf_counter() - start) / 20
+    store.close()
+    fat_bytes = fat.stat().st_size
+    return {
+        "events": events.num_rows, "users": users, "requests": requests, "last": LAST, "columns": 2,
+        "mean_length_read": round(float(lengths.mean()), 1), "cpus": os.cpu_count(),
+        "sequences_per_second": {names[name]: round(requests / times[name]) for name in ("store", "limit", "fat")},
+        "store_over_limit": round(times["limit"] / times["store"], 3),
+        "store_over_fat_rows": round(times["fat"] / times["store"], 2),
+        "lengths_per_second": round(requests / lengths_seconds),
+        "one_pointer": alone,
+        "append_events_per_second": round(events.num_rows / append_seconds),
+        "append_1000_events_per_second": round(1000 / append_thousand),
+        "append_one_and_read_ms": round(append_one * 1e3, 2),
+        "compact_events_per_second": round(events.num_rows / compact_seconds),
+        "bytes_per_event": round(stats["bytes"]["generation"] / events.num_rows, 2),
+        "bytes_per_request": {"pointer": 24, "fat row": round(fat_bytes / requests, 1)},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['events']:,} events of {result['users']:,} users, {result['requests']:,} requests, last "
+          f"{result['last']}, {result['columns']} of 6 columns, mean length read {result['mean_length_read']}")
+    rows = [(name, f"{value:,} sequences/s") for name, value in result["sequences_per_second"].items()]
+    rows += [("store.read / limit", f"{result['store_over_limit']}"),
+             ("store.read / fat rows", f"{result['store_over_fat_rows']}"),
+             ("store.lengths", f"{result['lengths_per_second']:,} pointers/s")]
+    rows += [(f"one pointer, {name}", f"p50 {value['p50_us']} us, p99 {value['p99_us']} us")
+             for name, value in result["one_pointer"].items()]
+    rows += [("append, batches of 250,000", f"{result['append_events_per_second']:,} events/s"),
+             ("append, batches of 1,000", f"{result['append_1000_events_per_second']:,} events/s"),
+             ("append one event, read it", f"{result['append_one_and_read_ms']} ms"),
+             ("compaction", f"{result['compact_events_per_second']:,} events/s"),
+             ("generation, all columns", f"{result['bytes_per_event']} bytes an event"),
+             ("bytes a request, 2 columns", f"pointer {result['bytes_per_request']['pointer']}, fat row (zstd) "
+                                            f"{result['bytes_per_request']['fat row']}")]
+    for name, value in rows:
+        print(f"  {name:<48} {value}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--users", type=int, default=8_000)
+    parser.add_argument("--mean", type=int, default=500, help="events a user")
+    parser.add_argument("--requests", type=int, default=16_384)
+    parser.add_argument("--seconds", type=float, default=8.0, help="how long the contestants take turns")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="semel-benchmark-"))
+    try:
+        result = run(options.users, options.mean, options.requests, options.seconds, folder)
+    finally:
+        shutil.rmtree(folder)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()
