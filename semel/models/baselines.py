@@ -9,14 +9,15 @@ Axis names: ``N`` training events, ``R`` requests, ``C`` candidates, ``I`` items
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from semel.batch import Jagged, JaggedTable, RequestBatch, RequestRows, expand_rows, offsets_of
-from semel.features import stable_id
+from semel.features import MISSING, stable_id
 from semel.metrics import sigmoid
 
 if TYPE_CHECKING:
@@ -77,7 +78,10 @@ class LikedHistory:
         """[sum(lengths)] 1.0, 0.0, or NaN where the event has no value; None without the column."""
         if self.column not in history:
             return None
-        value = np.asarray(history.columns[self.column], dtype=np.float64)
+        value = np.asarray(history.columns[self.column])
+        if value.dtype.kind in "iu":  # a categorical feature: the stable ids of numbers, see semel.features.stable_id
+            whole = (value > -(1 << 52)) & (value < 1 << 52)  # the bits of any double but 0.0 lie outside
+            value = np.where(value == MISSING, np.nan, np.where(whole, value, value.astype(np.int64).view(np.float64)))
         return np.where(np.isnan(value), np.nan, value >= self.threshold)
 
 
@@ -184,21 +188,26 @@ class ItemKNN:
             last: int = 20, decay: float = 0.6) -> ItemKNN:
         items = _Items.of(events.item)
         code = items.index(events.item)
-        order = np.argsort(code, kind="stable")  # positions of each item's events, item by item
+        order = np.argsort(code, kind="stable")  # places of each item's events, item by item
         starts = offsets_of(np.bincount(code, minlength=len(items)))
         count = np.diff(starts).astype(np.float64)
 
-        def similarity(low: int, high: int) -> np.ndarray:
-            here = order[starts[low] : starts[high]]
-            out = np.zeros((high - low) * len(items))
+        def pairs(low: int, high: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            here, cells, closeness = order[starts[low] : starts[high]], [], []
             for distance in range(1, window + 1):
                 start = here[here + distance < len(code)]
                 start = start[events.user[start] == events.user[start + distance]]
-                cell = (code[start] - low) * len(items) + code[start + distance]
-                out += np.bincount(cell, minlength=len(out)) / distance
-            return out.reshape(high - low, -1) / (np.sqrt(count[low:high, None] * count) + shrinkage)
+                cells.append(code[start] * len(items) + code[start + distance])
+                closeness.append(np.full(len(start), 1 / distance))
+            cell, place = np.unique(np.concatenate(cells), return_inverse=True)
+            source, target = cell // len(items), cell % len(items)
+            weight = np.bincount(place, np.concatenate(closeness), len(cell))
+            return source, target, weight / (np.sqrt(count[source] * count[target]) + shrinkage)
 
-        return cls(_Neighbours.nearest(items, similarity, neighbours), last, decay)
+        at_once = max(1, (1 << 21) // window)  # events, of about 2 million pairs
+        cuts = np.searchsorted(starts, np.arange(0, len(code), at_once))
+        blocks = pairwise(np.unique(np.append(cuts, len(items))))
+        return cls(_Neighbours.of_pairs(items, (pairs(*block) for block in blocks), neighbours), last, decay)
 
     def score(self, history_item: Jagged, item: Any) -> np.ndarray:
         """[R, len(item)] scores of items for histories of stable ids; 0 for unknown items."""
@@ -316,18 +325,33 @@ class _Neighbours:
     nearness: np.ndarray
 
     @classmethod
-    def nearest(cls, items: _Items, similarity: Callable[[int, int], np.ndarray], neighbours: int,
-                cells: int = 1 << 22) -> _Neighbours:
-        """``similarity(low, high)`` -> [high - low, I] for a block of items; at most ``cells`` numbers at a time."""
+    def of_pairs(cls, items: _Items, blocks: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]],
+                 neighbours: int) -> _Neighbours:
+        """From source, target and nearness of distinct pairs, all pairs of one source in one block."""
+        keep = min(neighbours, len(items))
+        near, nearness = np.zeros((len(items), keep), np.int32), np.zeros((len(items), keep), np.float32)
+        for source, target, value in blocks:
+            order = np.lexsort((-value, source))
+            order = order[source[order] != target[order]]  # an item is not its own neighbour
+            place = np.arange(len(order)) - np.searchsorted(source[order], source[order])
+            order, place = order[place < keep], place[place < keep]
+            near[source[order], place], nearness[source[order], place] = target[order], value[order]
+        return cls(items, near, nearness)
+
+    @classmethod
+    def of_blocks(cls, items: _Items, similarity: Callable[[int, int], torch.Tensor], neighbours: int,
+                  block: int) -> _Neighbours:
+        """``similarity(low, high)`` -> [high - low, I], ``block`` items at a time; negative ones count as none."""
+        import torch
+
         count, keep = len(items), min(neighbours, len(items))
-        block = max(1, cells // count)
         near, nearness = np.empty((count, keep), np.int32), np.empty((count, keep), np.float32)
         for low in range(0, count, block):
             high = min(low + block, count)
-            values = np.maximum(similarity(low, high), 0.0)
-            values[np.arange(high - low), np.arange(low, high)] = 0.0  # an item is not its own neighbour
-            near[low:high] = np.argpartition(values, count - keep, axis=1)[:, count - keep :]
-            nearness[low:high] = np.take_along_axis(values, near[low:high], axis=1)
+            values = similarity(low, high)
+            values[torch.arange(high - low), torch.arange(low, high)] = 0.0  # an item is not its own neighbour
+            best, place = values.clamp_(min=0.0).topk(keep, dim=1, sorted=False)
+            near[low:high], nearness[low:high] = place.numpy(), best.numpy()
         return cls(items, near, nearness)
 
     def spread(self, history_item: Jagged, *weights: np.ndarray) -> list[np.ndarray]:
@@ -358,18 +382,17 @@ def _residual_neighbours(events: TrainingEvents, bias: BiasModel, shrinkage: flo
     cells_of = torch.from_numpy(np.stack([code, user]))
     by_item = torch.sparse_coo_tensor(cells_of, torch.from_numpy(residual), (len(items), len(users)),
                                       check_invariants=True).coalesce()
-    norm = np.sqrt(np.bincount(code, residual.astype(np.float64) ** 2, len(items)))
+    norm = torch.from_numpy(np.sqrt(np.bincount(code, residual.astype(np.float64) ** 2, len(items))).astype(np.float32))
 
-    def similarity(low: int, high: int) -> np.ndarray:
+    def similarity(low: int, high: int) -> torch.Tensor:
         mine = (code >= low) & (code < high)
         block = torch.zeros(len(users), high - low)
         block.index_put_((torch.from_numpy(user[mine]), torch.from_numpy(code[mine] - low)),
                          torch.from_numpy(residual[mine]), accumulate=True)
-        product = torch.sparse.mm(by_item, block).numpy().T
-        return product / (norm[low:high, None] * norm + shrinkage)
+        return torch.sparse.mm(by_item, block).T.contiguous() / (norm[low:high, None] * norm + shrinkage)
 
-    cells = (1 << 22) * len(items) // max(len(users), len(items))  # the block of users x items is bounded too
-    return _Neighbours.nearest(items, similarity, neighbours, cells)
+    block = max(1, (1 << 22) // max(len(users), len(items)))  # at most 4 million numbers at a time
+    return _Neighbours.of_blocks(items, similarity, neighbours, block)
 
 
 def _sums_before(group: np.ndarray, as_of: np.ndarray, value: np.ndarray, last: int | None = None) -> np.ndarray:
