@@ -32,9 +32,12 @@ def rows_to_table(rows: RequestRows) -> pa.Table:
     }
     for name, values in rows.context.items():
         try:
-            columns[CONTEXT + name] = pa.array(values)
+            column = pa.array(values)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ValueError(f"context column {name!r} mixes types and cannot be stored: {error}") from None
+        columns[CONTEXT + name] = column.cast(pa.string()) if pa.types.is_null(column.type) else column
+    if rows.candidates.offsets[-1] > np.iinfo(np.int32).max:
+        raise ValueError(f"{rows.candidates.offsets[-1]} candidates do not fit one table; write the rows in parts")
     offsets = pa.array(np.asarray(rows.candidates.offsets, dtype=np.int32))
 
     def by_request(values: pa.Array) -> pa.Array:

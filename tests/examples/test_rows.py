@@ -64,6 +64,19 @@ def test_parquet_keeps_rows_and_their_size_is_that_of_pointers(tmp_path):
     assert rows.pointers.nbytes == 24 * 50
 
 
+def test_no_rows_at_all_and_columns_without_a_value_keep_their_types():
+    rows = make(5, True, 4)
+    rows.context["city"][:] = None
+    for part in (rows, rows.select(np.empty(0, np.int64))):
+        table = rows_to_table(part)
+        assert table.schema.field("context.city").type == pa.string()
+        assert table.schema.field("candidates").type == pa.list_(pa.string())
+        assert_same(rows_from_table(table), part)
+    with pytest.raises(ValueError, match="'city' mixes types"):
+        rows.context["city"][:2] = ["x", 1]
+        rows_to_table(rows)
+
+
 def test_integers_with_nulls_stay_apart_from_numbers():
     rows = make(3, False, 2)
     table = rows_to_table(rows).append_column("context.age", pa.array([25, None, 0], pa.int32()))
