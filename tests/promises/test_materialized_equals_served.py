@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from semel.batch import Jagged, JaggedTable, Pointers, RequestRows, ids_array, offsets_of
@@ -132,6 +132,17 @@ def one_request(batch, row):
     return list(found.values()) + list(batch.request["history"].row(row).values())
 
 
+SERVE = ("serve", (0, 9, [0, 1]))
+EVENTFUL = [  # each step would change what the requests before it see, if a clock were left out
+    ("items", [(0, 3, "war", 1990)]), ("append", [(0, 1, 4, 5.0, "view"), (0, 2, 4, None, None)]), SERVE,
+    ("append", [(0, 3, 4, 1.0, "buy"), (0, 4, 9, 1.0, "buy")]), ("items", [(0, 3, "war|love", None), (1, 9, "", 2001)]),
+    SERVE, ("compact", None), ("append", [(0, 0, 8, 1.0, "late")]), ("reopen", None), ("items", [(0, 8, None, 2001)]),
+    SERVE, ("serve", (2, 9, [3])), ("append", [(2, 0, 0, 1.0, None)]),
+]
+
+
+@example(steps=EVENTFUL, text=False, size=2)
+@example(steps=EVENTFUL, text=True, size=3)
 @settings(max_examples=20, deadline=None)
 @given(steps=st.lists(step, min_size=2, max_size=14), text=st.booleans(), size=st.integers(1, 4))
 def test_every_exposure_is_materialized_again_as_it_was_served(steps, text, size):
@@ -139,7 +150,7 @@ def test_every_exposure_is_materialized_again_as_it_was_served(steps, text, size
         site = Site(Path(folder), text)
         try:
             late = [("append", [(0, 0, 8, 5.0, "late"), (0, 1, 0, None, None)]), ("items", [(0, 0, "late", 1900)])]
-            for name, argument in [*steps, ("serve", (0, 9, [0, 1])), *late, ("compact", None)]:
+            for name, argument in [*steps, SERVE, *late, ("compact", None)]:
                 getattr(site, name)(argument)
             exposures = site.log.read()
             assert exposures["request_id"].to_pylist() == [f"r{n}" for n in range(len(site.served))]
