@@ -19,14 +19,16 @@ class GroupCommit(Generic[Job]):
     result a job; a result that is an exception is that job's error. What ``commit`` raises is every job's error.
 
     ``max_pending`` jobs may wait (``Overloaded`` beyond); ``linger`` seconds are waited for company before a group is
-    written, for jobs that nobody waits for; ``retry`` writes a failed group again every second in place of failing its
-    jobs: for jobs whose submitter is gone. ``failure``: what the last attempt raised, None after a good one.
+    written, for jobs that nobody waits for; ``retry``: errors after which a group is written again every second in
+    place of failing its jobs, for jobs whose submitter is gone. ``failure``: what the last attempt raised, None after a
+    good one. ``failed``: how many jobs have failed.
     """
 
     def __init__(self, name: str, commit: Callable[[Sequence[Job]], Sequence[Any]], *, max_group: int = 256,
-                 max_pending: int = 1024, linger: float = 0.0, retry: bool = False):
+                 max_pending: int = 1024, linger: float = 0.0, retry: tuple[type[Exception], ...] = ()):
         self.name = name
         self.failure: BaseException | None = None
+        self.failed = 0
         self._commit, self._max_group, self._max_pending = commit, max_group, max_pending
         self._linger, self._retry = linger, retry
         self._jobs: deque[tuple[Job, Future]] = deque()
@@ -99,7 +101,7 @@ class GroupCommit(Generic[Job]):
                 results = self._commit([job for job, _ in group])
             except Exception as error:  # whatever it is, it belongs to those who wait for this group
                 self.failure = error
-                if self._retry and not self._closed:
+                if isinstance(error, self._retry) and not self._closed:
                     time.sleep(1.0)
                     continue
                 results = [error] * len(group)
@@ -107,6 +109,7 @@ class GroupCommit(Generic[Job]):
                 self.failure = None
             for (_, future), result in zip(group, results, strict=True):
                 if isinstance(result, BaseException):
+                    self.failed += 1
                     future.set_exception(result)
                 else:
                     future.set_result(result)

@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +38,7 @@ class Predictor:
         """``exposures``: an ``ExposureLog`` or None (requests are then not logged). ``refresh``: look for what other
         processes appended before each request. ``owned``: ``close`` closes the stores too."""
         from semel.examples.exposures import exposure_schema
+        from semel.history import StoreError
         from semel.serving.schemas import is_string
 
         self.artifact, self.store, self.catalogue = artifact, store, catalogue
@@ -52,7 +54,7 @@ class Predictor:
         self._writer: GroupCommit[Exposure] | None = None
         if exposures is not None:
             self._writer = GroupCommit("exposure", self._write, max_group=512, max_pending=4096, linger=0.02,
-                                       retry=True)
+                                       retry=(OSError, StoreError))
 
     @classmethod
     def load(cls, run: str | Path, store: str | Path | HistoryStore, *, mode: Literal["r", "a"] = "r",
@@ -71,24 +73,22 @@ class Predictor:
         from semel.models import load_model
 
         owned = isinstance(store, (str, Path))
-        if isinstance(store, (str, Path)):
-            if not Path(store).exists():
-                raise FileNotFoundError(f"no store at {store}; make one with `semel ingest`")
-            store = HistoryStore.open(store, mode=mode)
+        if isinstance(store, (str, Path)) and not Path(store).exists():
+            raise FileNotFoundError(f"no store at {store}; make one with `semel ingest`")
         artifact = load_model(run)
-        missing = [f.name for f in artifact.features.history if f.name not in {*store.schema.columns, "event_time"}]
-        if missing:
-            raise ValueError(f"the model of {run} reads history column {missing[0]!r}, which the store at {store.path} "
-                             f"does not have; it has {', '.join(store.schema.columns)}")
-        folder = Path(store.path)
-        catalogue = HistoryStore.open(folder / "catalogue", mode=mode) if (folder / "catalogue").exists() else None
-        for feature in artifact.features.candidate:
-            if catalogue is None or feature.name not in catalogue.schema.columns:
-                raise ValueError(f"the model of {run} reads item feature {feature.name!r}, which the catalogue of the "
-                                 f"store at {folder} does not have; ingest the items first")
-        log = ExposureLog(folder / "exposures") if log_exposures else None
-        return cls(artifact, store, catalogue, exposures=log, max_candidates=max_candidates, refresh=mode == "r",
-                   owned=owned)
+        with ExitStack() as opened:  # what is open is closed again if the rest does not fit
+            if isinstance(store, (str, Path)):
+                store = opened.enter_context(HistoryStore.open(store, mode=mode))
+            folder = Path(store.path)
+            catalogue = None
+            if (folder / "catalogue").exists():
+                catalogue = opened.enter_context(HistoryStore.open(folder / "catalogue", mode=mode))
+            _check_columns(run, artifact, store, catalogue)
+            log = ExposureLog(folder / "exposures") if log_exposures else None
+            predictor = cls(artifact, store, catalogue, exposures=log, max_candidates=max_candidates,
+                            refresh=mode == "r", owned=owned)
+            opened.pop_all()
+        return predictor
 
     @property
     def model_version(self) -> str:
@@ -144,6 +144,11 @@ class Predictor:
     def pending_exposures(self) -> int:
         """Exposures that are not on disk yet."""
         return self._writer.pending if self._writer else 0
+
+    @property
+    def lost_exposures(self) -> int:
+        """Exposures that could not be written and never will be: not one, unless there is a bug."""
+        return self._writer.failed if self._writer else 0
 
     @property
     def exposure_failure(self) -> BaseException | None:
@@ -233,6 +238,17 @@ class _TimedReads:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+
+def _check_columns(run: Path, artifact: ModelArtifact, store: HistoryStore, catalogue: HistoryStore | None) -> None:
+    for feature in artifact.features.history:
+        if feature.name not in {*store.schema.columns, "event_time"}:
+            raise ValueError(f"the model of {run} reads history column {feature.name!r}, which the store at "
+                             f"{store.path} does not have; it has {', '.join(store.schema.columns)}")
+    for feature in artifact.features.candidate:
+        if catalogue is None or feature.name not in catalogue.schema.columns:
+            raise ValueError(f"the model of {run} reads item feature {feature.name!r}, which the catalogue of the "
+                             f"store at {store.path} does not have; ingest the items first")
 
 
 def item_type(store: HistoryStore, item: str) -> Any:

@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,6 +50,9 @@ def _serve(run: str | Path, store: str | Path, listener: socket.socket, token: s
         # uvicorn raises the signal again after it has shut down, and the process would die of it; ours ended as asked.
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
+            if threading.current_thread() is not threading.main_thread():  # Python takes signals there only
+                yield
+                return
             before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
             try:
                 yield

@@ -128,6 +128,7 @@ class Service:
         watch, predictor = self.metrics.watch, self.predictor
         watch("semel_rank_inside", "Requests being scored or waiting for it", lambda: self.admission.inside)
         watch("semel_exposures_pending", "Exposures that are not on disk yet", lambda: predictor.pending_exposures)
+        watch("semel_exposures_lost", "Exposures that could not be written", lambda: predictor.lost_exposures)
         watch("semel_store_version", "Version of the event store", lambda: predictor.store.version)
         if predictor.catalogue is not None:
             catalogue = predictor.catalogue

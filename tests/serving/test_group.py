@@ -75,9 +75,22 @@ def test_retry_keeps_jobs_until_they_are_written():
             raise OSError("disk full")
         return list(jobs)
 
-    group = GroupCommit("test", commit, retry=True)
+    group = GroupCommit("test", commit, retry=(OSError,))
     assert group.submit("exposure").result(10) == "exposure"
-    assert attempts == [["exposure"], ["exposure"]]
+    assert attempts == [["exposure"], ["exposure"]] and group.failed == 0
+    group.close()
+
+
+def test_what_no_retry_can_mend_is_given_up_and_counted():
+    def commit(jobs):
+        if "bad" in jobs:
+            raise ValueError("never")
+        return list(jobs)
+
+    group = GroupCommit("test", commit, retry=(OSError,))
+    with pytest.raises(ValueError, match="never"):
+        group.submit("bad").result(10)
+    assert group.submit("good").result(10) == "good" and group.failed == 1
     group.close()
 
 
@@ -94,7 +107,7 @@ def test_closing_writes_what_waits_and_says_what_was_lost():
     def fail(jobs):
         raise OSError("disk full")
 
-    group = GroupCommit("test", fail, linger=60, retry=True)
+    group = GroupCommit("test", fail, linger=60, retry=(OSError,))
     group.submit(1)
     with pytest.raises(OSError, match="lost what it could not write: disk full"):
         group.close()

@@ -13,7 +13,7 @@ from semel.examples import ExposureLog
 from semel.features import Feature, FeatureSpec, Task
 from semel.serving import InvalidRequest, NonFiniteScore
 from semel.serving.predictor import Predictor
-from serving.stand_ins import SPEC, make_store, seen_items, stand_in
+from serving.stand_ins import SPEC, make_store, save_tiny_model, seen_items, stand_in
 
 
 def event(user, item, time_us, rating=4.0):
@@ -161,3 +161,28 @@ def test_a_model_of_the_wrong_shape_is_an_error(tmp_path):
     wrong = stand_in(lambda batch: torch.zeros(batch.candidates + 1, 2), FeatureSpec(request=(Feature("hour"),)))
     with store, Predictor(wrong, store, catalogue) as predictor, pytest.raises(ValueError, match="outputs of shape"):
         predictor.rank(1, [1, 2])
+
+
+def test_loading_what_does_not_fit_says_why_and_leaves_nothing_open(tmp_path):
+    from semel.history import EventSchema, HistoryStore
+
+    save_tiny_model(tmp_path / "run")
+    bare = EventSchema({"item_id": pa.int64()})
+    HistoryStore.create(tmp_path / "bare", bare).close()
+    with pytest.raises(ValueError, match="reads history column 'rating', which"):
+        Predictor.load(tmp_path / "run", tmp_path / "bare", mode="a")
+    HistoryStore.open(tmp_path / "bare", mode="a").close()
+    HistoryStore.create(tmp_path / "plain", EventSchema({"item_id": pa.int64(), "rating": pa.float32()})).close()
+    with pytest.raises(ValueError, match="reads item feature 'genres', which"):
+        Predictor.load(tmp_path / "run", tmp_path / "plain")
+
+
+def test_a_reader_sees_what_another_process_appends(tmp_path):
+    store, catalogue = make_store(tmp_path / "store")
+    save_tiny_model(tmp_path / "run")
+    with store, catalogue, Predictor.load(tmp_path / "run", tmp_path / "store") as reader:
+        before = reader.rank(900, [1, 2])
+        store.append(event(900, 1, 10))
+        after = reader.rank(900, [1, 2])
+    assert after.pointer.version == before.pointer.version + 1
+    assert before.results != after.results

@@ -263,6 +263,22 @@ def test_a_full_disk_is_503_for_what_must_be_written_and_scores_still_come(http,
     assert http.get("/readyz").status_code == 200
 
 
+def test_exposures_wait_for_the_disk_and_are_not_lost(http, predictor, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(predictor._log, "append", full)
+        ranked = [http.post("/v1/rank", json={"user_id": 1, "candidates": [1]}).json()["request_id"] for _ in range(3)]
+        deadline = time.monotonic() + 20
+        while predictor.exposure_failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "exposures cannot be written" in refused(http.get("/readyz"), 503)
+        assert "semel_exposures_pending 3.0" in http.get("/metrics").text
+    assert predictor.flush(20) and http.get("/readyz").status_code == 200
+    assert ExposureLog(predictor.store.path / "exposures").read()["request_id"].to_pylist() == ranked
+
+
 def test_a_reader_refuses_writes(predictor):
     with client_of(predictor, writable=False) as http:
         assert "only reads" in refused(http.post("/v1/events", json={"events": []}), 422, "events")
