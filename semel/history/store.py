@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,10 @@ class HistoryStore:
         self._follower = Follower(path)
         self.schema = self._follower.schema
         self._writer: SegmentWriter | None = None
-        if mode == "a":
-            self._writer = SegmentWriter(segment_path(path, self._follower.manifest.active))
         self._follower.refresh()
         self._tokens: dict[str, int] = {}
-        if mode == "a":
+        if mode == "a":  # after the log was read: a segment that is missing must not be made anew
+            self._writer = SegmentWriter(segment_path(path, self._follower.manifest.active))
             self._tokens = {**self._view.generation.tokens(), **self._follower.tokens}
             self._clean()
 
@@ -144,10 +144,26 @@ class HistoryStore:
         if self.mode != "a":
             raise StoreError(f'{self.path} is open with mode="r"; open it with mode="a" to {verb}')
 
-    def _check_writable(self) -> None:  # with the lock held: an append in progress counts as failed until it ends
+    def _check_sound(self) -> None:  # with the lock held: a write in progress counts as failed until it ends
         self._check_open()
         if self._failed:
             raise StoreError(f"{self.path}: an earlier write failed ({self._failed}); reopen the store")
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Around what changes files and memory together, with the lock held. The disk's refusal (OSError) leaves both
+        as they were; after anything else, a signal in the middle included, this handle writes no more."""
+        self._check_sound()
+        self._failed = f"{what} did not end"
+        try:
+            yield
+        except OSError as error:
+            self._failed = "" if self._writer is not None and self._writer.usable else str(error)
+            raise
+        except StoreError as error:
+            self._failed = str(error)
+            raise
+        self._failed = ""
 
     # -- appending ----------------------------------------------------------------------------------------------
 
@@ -165,12 +181,13 @@ class HistoryStore:
             token.encode()  # a lone surrogate is an error here, not in the middle of a write
         arrays = check_events(data, self.schema)
         with self._moving:
-            self._check_writable()
+            self._check_sound()
             if token in self._tokens:
                 return self._tokens[token]
             if not len(arrays["event_time"]) and token is None:
                 return self.version
-            return self._commit(arrays, token)
+            with self._writing("an append"):
+                return self._commit(arrays, token)
 
     def _commit(self, arrays: dict[str, pa.Array], token: str | None) -> int:
         view, version = self._view, self._view.version + 1
@@ -190,18 +207,12 @@ class HistoryStore:
         assert writer is not None
         if writer.size > SEGMENT_BYTES:
             writer = self._roll()
-        self._failed = "it did not end"  # should a signal end it in the middle
-        try:
-            writer.append(batch, metadata)
-        except OSError as error:
-            self._failed = "" if writer.usable else str(error)
-            raise
+        writer.append(batch, metadata)
         for name, added in grown.items():
             view.dictionaries.extend(name, added["start"], added["values"], writer.path)
         if token is not None:
             self._tokens[token] = version
         self._follower.view = replace(view, tail=view.tail.append(batch, version), version=version)
-        self._failed = ""
         return version
 
     def _roll(self) -> SegmentWriter:
@@ -213,22 +224,15 @@ class HistoryStore:
         path.unlink(missing_ok=True)  # left by a roll that did not come to its manifest
         new = SegmentWriter(path)
         try:
-            self._swap(manifest.replace(
+            self._follower.swap(manifest.replace(
                 sealed=(*manifest.sealed, Segment(manifest.active, writer.size, self.version)), active=number,
                 versions=(self.version,) * manifest.shards))
         except BaseException:
             new.close()
             raise
-        writer.close()
         self._writer = new
+        writer.close()
         return new
-
-    def _swap(self, manifest: Manifest) -> None:
-        try:
-            self._follower.swap(manifest)
-        except StoreError as error:
-            self._failed = str(error)
-            raise
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -314,10 +318,11 @@ class HistoryStore:
         self._check_mode("compact")
         with self._compacting:
             with self._moving:
-                self._check_writable()
+                self._check_sound()
                 if self._follower.manifest.compacted_version == self.version:
                     return self.generation
-                self._roll()
+                with self._writing("a compaction"):
+                    self._roll()
                 view, tokens = self._view, dict(self._tokens)
             number = view.generation.number + 1
             final = generation_path(self.path, number)
@@ -332,9 +337,9 @@ class HistoryStore:
                 shutil.rmtree(building, ignore_errors=True)
                 raise
             generation = Generation(final, number, self.schema, len(view.generation.shards), seal)
-            with self._moving:
+            with self._moving, self._writing("a compaction"):
                 manifest = self._follower.manifest
-                self._swap(manifest.replace(
+                self._follower.swap(manifest.replace(
                     generation=number, generation_seal=seal, compacted=(view.version,) * manifest.shards,
                     versions=(self.version,) * manifest.shards,
                     sealed=tuple(s for s in manifest.sealed if s.last_version > view.version)))

@@ -113,7 +113,7 @@ def kill_many(path: Path, times: int, seed: int) -> None:
 
 @pytest.mark.timeout(110)
 def test_a_killed_writer_loses_nothing(tmp_path: Path) -> None:
-    kill_many(tmp_path / "store", 6, seed=1)
+    kill_many(tmp_path / "store", 4, seed=1)
 
 
 @pytest.mark.slow
@@ -232,3 +232,44 @@ def test_a_read_only_folder_can_be_read(tmp_path: Path) -> None:
     finally:
         for folder in folders:
             folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("mode", ["r", "a"])
+def test_a_missing_log_is_not_made_anew(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "store"
+    make_store(path)
+    segment = next(path.glob("log/*.log"))
+    segment.unlink()
+    with pytest.raises(CorruptFile, match=segment.name):
+        HistoryStore.open(path, mode)
+    assert not segment.exists()
+
+
+def test_a_handle_that_was_interrupted_in_a_write_writes_no_more(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a signal ends an append or the switch to a new generation nobody knows how far it came."""
+    def row(n: int) -> pa.Table:
+        return pa.table({"user_id": [1], "event_time": [n], "item_id": [n], "text": ["t"]})
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "s"
+    HistoryStore.create(path, SCHEMA, shards=1).close()
+    for place, use in (("semel.history.tail.Tail.append", lambda store: store.append(row(2), token="two")),
+                       ("semel.history.tail.Tail.after", lambda store: store.compact()),
+                       ("semel.history.log.SegmentWriter.close", lambda store: store.compact())):
+        with HistoryStore.open(path, mode="a") as store:
+            store.append(row(1), token=place)
+            with monkeypatch.context() as patch:
+                patch.setattr(place, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    use(store)
+            for again in (lambda: store.append(row(3)), store.compact):
+                with pytest.raises(StoreError, match=r"did not end.*reopen"):
+                    again()
+        with HistoryStore.open(path, mode="a") as store:
+            store.append(row(2), token="two")
+            store.verify()
+            items = store.read(store.point([1], 99), PROJECTION).columns["item_id"].tolist()
+            assert sorted(items) == [1] * (store.version - 1) + [2]

@@ -87,6 +87,10 @@ class AsServed(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="semel-"))
+        # Small enough that the few events of a run go through several runs of the tail's index and several segments.
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("semel.history.tail.LEVELS", (3, 9, 27, 1 << 62))
+        self.patch.setattr("semel.history.store.SEGMENT_BYTES", 9_000)
         self.schema = EventSchema(COLUMNS, self.key_type, group="action")
         self.store = HistoryStore.create(self.folder / "store", self.schema, shards=3)
         self.reader = HistoryStore.open(self.folder / "store")
@@ -95,12 +99,18 @@ class AsServed(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.store.close()
+        self.patch.undo()
         shutil.rmtree(self.folder)
 
     @rule(data=st.data(), token=st.sampled_from([None, None, "a", "b", "\u00fc"]))
     def append(self, data: st.DataObject, token: str | None) -> None:
         rows = data.draw(rows_of(self.users))
         assert self.store.append(to_table(rows, self.schema), token) == self.oracle.append(rows, token)
+
+    @rule()
+    def refresh_reader(self) -> None:
+        assert self.reader.refresh() == self.oracle.version
+        assert self.reader.point(self.users[:2], 5).version.tolist() == [self.oracle.version] * 2
 
     @rule()
     def compact(self) -> None:
