@@ -66,15 +66,23 @@ class _Segments:
             # After a restart a new segment, so that readers of the old ones may keep what they know of them.
             number = int(segments[-1].stem) + 1 if segments else 1
             self._writer = SegmentWriter(self.path / f"{number:08d}.log")
-        self._writer.append(table)
+        try:
+            self._writer.append(table)
+        except BaseException:
+            self.close()  # a disk that comes back is written to in a new segment
+            raise
 
     def segments(self) -> list[Path]:
         return sorted(path for path in self.path.glob("*.log") if path.stem.isdigit())
 
     def read(self) -> pa.Table:
         schema = self.stored_schema() or self._schema(None, None)
-        batches = [batch for path in self.segments() for _, batch in read_segments(path)]
-        return pa.Table.from_batches([batch.cast(schema) for batch in batches], schema)
+        tables = [schema.empty_table()]
+        for path in self.segments():
+            for _, batch in read_segments(path):
+                table = pa.Table.from_batches([batch])
+                tables.append(table if table.schema == schema else conform(table, schema, str(path)))
+        return pa.concat_tables(tables)
 
     def close(self) -> None:
         if self._writer is not None:

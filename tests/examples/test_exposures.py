@@ -1,4 +1,6 @@
 import multiprocessing
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -6,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from semel.examples import EXPOSURE_SCHEMA, OUTCOME_SCHEMA, ExposureLog, OutcomeLog
+from semel.history.log import SegmentWriter
 
 LATER = ("surface", "shown", "position", "task_scores", "memory", "batch_id", "batch_index")
 
@@ -73,6 +76,28 @@ def test_a_torn_last_record_is_not_read_and_the_next_process_goes_on(tmp_path):
     again = ExposureLog(tmp_path / "exposures")
     again.append(exposure("r3"))
     assert again.read()["request_id"].to_pylist() == ["r1", "r3"]
+
+
+@pytest.mark.parametrize("after_writing", [False, True])
+def test_a_failed_append_is_told_and_the_next_one_goes_on(tmp_path, monkeypatch, after_writing):
+    log, outcomes = ExposureLog(tmp_path / "exposures"), OutcomeLog(tmp_path / "outcomes")
+    log.append(exposure("r1"))
+    whole = SegmentWriter.append
+
+    def full(self, batch, metadata=None):
+        if after_writing:  # the record is there, but nobody could say so
+            whole(self, batch, metadata)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SegmentWriter, "append", full)
+    with pytest.raises(OSError, match="No space"):
+        log.append(exposure("r2"))
+    with pytest.raises(OSError, match="No space"):
+        outcomes.append(outcome(outcome_key="k"))
+    monkeypatch.undo()
+    log.append(exposure("r2"))
+    assert log.read()["request_id"].to_pylist() == ["r1", *["r2"] * (1 + after_writing)]
+    assert outcomes.append(outcome(outcome_key="k")) == 1  # not taken for a retry: it never was acknowledged
 
 
 def test_exposures_that_do_not_fit_are_refused_whole(tmp_path):
@@ -152,3 +177,9 @@ def test_another_process_reads_whole_records_while_the_log_grows(tmp_path):
         reader.join(5)
         if reader.is_alive():
             reader.kill()
+
+
+def test_reading_logs_needs_no_torch():
+    code = ("import sys; from semel.examples import ExposureLog, OutcomeLog, join, sessions; "
+            "assert 'torch' not in sys.modules, 'torch was imported'")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
