@@ -88,7 +88,7 @@ def _context_value(feature: Feature | None, value: Any, field: str) -> Any:
     try:
         context_value(feature, value)
     except ValueError as error:
-        raise InvalidRequest(field, str(error).removeprefix(field).strip()) from None
+        raise InvalidRequest(field, str(error).removeprefix(field).strip()[:200]) from None
     return value
 
 

@@ -74,22 +74,24 @@ def id_type(kind: pa.DataType) -> Any:
 
 @dataclass(frozen=True)
 class Body:
-    """One request body: how its bytes become a dict, and its JSON schema for the documentation."""
+    """One request body: how its bytes become a dict, and its JSON schema for the documentation. ``known``: the fields
+    that an error about an unknown one lists."""
 
     name: str
     adapter: TypeAdapter
+    known: tuple[str, ...] = ()
 
     def parse(self, body: bytes) -> dict[str, Any]:
         """The validated object. Raises InvalidRequest that names the first field that is wrong."""
         try:
             return self.adapter.validate_json(body)
         except ValidationError as error:
-            raise _invalid(error) from None
+            raise _invalid(error, self.known) from None
 
 
 def rank_body(user: pa.DataType, item: pa.DataType, max_candidates: int) -> Body:
     """``POST /v1/rank``."""
-    record = _record("RankRequest", {
+    fields = {
         "user_id": Required[id_type(user)],
         "candidates": Required[_list_of(id_type(item), max_candidates,
                                         "distinct item ids; unknown ones are scored too")],
@@ -98,8 +100,9 @@ def rank_body(user: pa.DataType, item: pa.DataType, max_candidates: int) -> Body
         "as_of": NotRequired[Annotated[int, Field(strict=True, ge=0, le=INT64_MAX,
                                                   description="microseconds since 1970, not in the future: the history "
                                                               "is read as of then; now if omitted")] | None],
-    }, "Candidates to score for one user.")
-    return Body("RankRequest", TypeAdapter(record))
+    }
+    record = _record("RankRequest", fields, "Candidates to score for one user.")
+    return Body("RankRequest", TypeAdapter(record), tuple(fields))
 
 
 def events_body(key: str, key_type: pa.DataType, columns: Mapping[str, pa.DataType], required: tuple[str, ...],
@@ -120,7 +123,7 @@ def events_body(key: str, key_type: pa.DataType, columns: Mapping[str, pa.DataTy
     record = _record(one, fields, f"One row of {many}.")
     name = many.capitalize() + "Request"
     body = _record(name, {many: Required[_list_of(record, max_rows)]}, f"Rows to append: {many}.")
-    return Body(name, TypeAdapter(body))
+    return Body(name, TypeAdapter(body), tuple(fields))
 
 
 def outcomes_body(item: pa.DataType, binary: dict[str, bool], max_rows: int = 10_000) -> Body:
@@ -138,7 +141,7 @@ def outcomes_body(item: pa.DataType, binary: dict[str, bool], max_rows: int = 10
             description="makes the outcome idempotent: a second one with this key is a duplicate")]],
     }, "What the user did with one candidate of one request.")
     body = _record("OutcomesRequest", {"outcomes": Required[_list_of(outcome, max_rows)]}, "Outcomes to log.")
-    return Body("OutcomesRequest", TypeAdapter(body))
+    return Body("OutcomesRequest", TypeAdapter(body), ("request_id", "item_id", "label", "outcome_key", *binary))
 
 
 def _zero_or_one(value: float) -> float:
@@ -171,12 +174,27 @@ def rows_table(rows: list[dict[str, Any]], key: str, key_type: pa.DataType, colu
     return pa.table(arrays)
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_url=False, include_context=False)[0]
+_MESSAGES = {
+    "missing": "is required", "int_type": "must be an integer", "float_type": "must be a number",
+    "string_type": "must be a string", "bool_type": "must be true or false", "list_type": "must be a list",
+    "dict_type": "must be an object", "finite_number": "must be a finite number",
+    "greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_short": "must have at least {min_length} values, it has {actual_length}",
+    "too_long": "must have at most {max_length} values, it has {actual_length}",
+    "extra_forbidden": "is not a field here", "json_invalid": "not valid JSON: {error}",
+}
+_SAY_NO_VALUE = ("missing", "json_invalid", "too_short", "too_long", "extra_forbidden")
+
+
+def _invalid(error: ValidationError, known: tuple[str, ...]) -> InvalidRequest:
+    first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or "body"
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    if first["type"] not in ("json_invalid", "missing"):
+    kind = first["type"]
+    message = _MESSAGES[kind].format(**first.get("ctx", {})) if kind in _MESSAGES else first["msg"]
+    if kind == "extra_forbidden" and known:
+        message += f"; there are {', '.join(known)}"
+    if kind not in _SAY_NO_VALUE:
         message += f", got {show(first['input'])}"
-    elif first["type"] == "json_invalid" and "surrogate" not in message:
-        message = message.replace("invalid JSON", "not valid JSON")
-    return InvalidRequest(field, message)
+    return InvalidRequest(show(field, 200)[1:-1], message)

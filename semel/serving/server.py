@@ -47,7 +47,8 @@ def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 6
         yield
         service.close()
 
-    app = FastAPI(title="Semel", version=__version__, lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="Semel", version=__version__, lifespan=lifespan, redoc_url=None,
+                  redirect_slashes=False)
     app.state.service = service
     app.add_middleware(Gate, token=token)
     app.add_exception_handler(HTTPException, _http_error)

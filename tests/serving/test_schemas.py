@@ -152,3 +152,20 @@ def test_no_bytes_raise_anything_but_invalid_request(data):
     for body in (RANK, EVENTS, OUTCOMES):
         with pytest.raises(InvalidRequest):
             body.parse(data)
+
+
+def message_of(body, text):
+    with pytest.raises(InvalidRequest) as caught:
+        body.parse(text.encode())
+    return str(caught.value)
+
+
+def test_messages_say_what_to_do():
+    assert message_of(RANK, '{"user_id": 1, "candidates": [1, 2, 3, 4, 5, 6]}') == \
+        "candidates: must have at most 5 values, it has 6"
+    assert message_of(RANK, '{"user_id": "7", "candidates": [1]}') == 'user_id: must be an integer, got "7"'
+    assert message_of(EVENTS, one(colour="red")).startswith(
+        "events.1.colour: is not a field here; there are user_id, event_time, item_id, rating, action")
+    assert message_of(EVENTS, '{"events": [{"user_id": 1}]}') == "events.0.item_id: is required"
+    assert message_of(EVENTS, one(event_time=-1)) == "events.1.event_time: must be at least 0, got -1"
+    assert message_of(RANK, "{") == "body: not valid JSON: EOF while parsing an object at line 1 column 1"
