@@ -21,6 +21,7 @@ from semel.examples.rows import column_to_numpy, list_values
 from semel.features import Feature, Task
 
 _YES, _NO, _UNKNOWN = 1, 0, -1
+_USED, _PENDING, _UNMATCHED_REQUEST, _UNMATCHED_ITEM, _OTHER_TASK, _LATE, _DUPLICATE, _UNSHOWN = range(_FATES := 8)
 
 
 @dataclass(frozen=True)
@@ -58,90 +59,96 @@ def join(
     """
     if window_us < 0:
         raise ValueError(f"window_us must not be negative, got {window_us}")
+    if SHOWN in [task.name for task in tasks]:
+        raise ValueError(f"no task may be called {SHOWN!r}: outcomes of that name report what was shown")
     exposures, duplicate_exposures = _first_by_request(exposures)
-    closed = column_to_numpy(exposures["served_at"]) + window_us <= now if len(exposures) else np.empty(0, bool)
-    held_back = exposures.filter(pa.array(~closed))
-    exposures = exposures.filter(pa.array(closed))
+    closed = column_to_numpy(exposures["served_at"]) <= now - window_us
+    held_back, exposures = exposures.filter(pa.array(~closed)), exposures.filter(pa.array(closed))
     rows = exposure_rows(exposures, request)
-    item_type, found_type = exposures["candidates"].type.value_type, outcomes["item_id"].type
-    if len(outcomes) and len(exposures) and item_type != found_type:
-        raise ValueError(f"candidates of exposures are {item_type}, item_id of outcomes is {found_type}")
-
-    # A key stands for one (request, item): a candidate listed twice in a request shares one.
-    values, offsets = list_values(exposures["candidates"], "candidates")
-    request_of = np.repeat(np.arange(len(exposures)), np.diff(offsets))
-    items = values.dictionary_encode()
-    keys, key_of = np.unique(request_of * max(len(items.dictionary), 1) + np.asarray(items.indices, np.int64),
-                             return_inverse=True)
-
-    counts: dict[str, int] = {}
-    kept = np.arange(len(outcomes))
-
-    def drop(name: str, mask: np.ndarray) -> None:
-        """Counts the outcomes at ``mask`` under ``name`` and goes on with the others."""
-        nonlocal kept
-        counts[name] = counts.get(name, 0) + int(mask.sum())
-        kept = kept[~mask]
-
-    row = _index_in(outcomes["request_id"], exposures["request_id"])
-    drop("pending", (row[kept] < 0) & (_index_in(outcomes["request_id"], held_back["request_id"]) >= 0)[kept])
-    drop("unmatched_requests", row[kept] < 0)
-    if len(kept):
-        code = _index_in(outcomes["item_id"], items.dictionary)
-        wanted = row * max(len(items.dictionary), 1) + code
-        place = np.searchsorted(keys, wanted)
-        hit = (code >= 0) & (place < len(keys)) & (keys[np.minimum(place, len(keys) - 1)] == wanted) \
-            if len(keys) else np.zeros(len(outcomes), bool)
-        drop("unmatched_items", ~hit[kept])
-    names = column_to_numpy(outcomes["task"])
+    pairs = _Pairs(exposures)
+    row, place = pairs.find(outcomes)
     task_names = [SHOWN, *(task.name for task in tasks)]
-    task_code = _index_in(outcomes["task"], pa.array(task_names, pa.string()))
-    drop("other_tasks", task_code[kept] < 0)
-    received = column_to_numpy(outcomes["received_at"])
-    deadline = column_to_numpy(exposures["served_at"]) + window_us
-    drop("late", received[kept] > deadline[row[kept]])
-    if len(kept):  # the last received of each (key, task)
-        slot = place[kept] * len(task_names) + task_code[kept]
-        order = np.lexsort((kept, received[kept], slot))
-        last = np.ones(len(order), dtype=bool)
-        last[:-1] = slot[order[1:]] != slot[order[:-1]]
-        superseded = np.ones(len(kept), dtype=bool)
-        superseded[order[last]] = False
-        drop("duplicates", superseded)
+    task = _index_in(outcomes["task"], pa.array(task_names, pa.string()))
+    received, amount = column_to_numpy(outcomes["received_at"]), column_to_numpy(outcomes["value"])
+    deadline = np.append(column_to_numpy(exposures["served_at"]) + window_us, 0)  # row -1: none
 
-    shown = np.full(len(keys), _UNKNOWN, dtype=np.int8)
-    np.maximum.at(shown, key_of, _shown(exposures, offsets))
-    reports = kept[names[kept] == SHOWN] if len(kept) else kept
-    amount = column_to_numpy(outcomes["value"])
-    if len(reports):
-        shown[place[reports]] = np.where(amount[reports] > 0, _YES, _NO)
-        labels = kept[names[kept] != SHOWN]
-        hidden = shown[place[labels]] == _NO
-        counts["unshown"] = int(hidden.sum())
-        kept = labels[~hidden]
-    elif len(kept):
-        drop("unshown", shown[place[kept]] == _NO)
-    if len(kept):
-        shown[place[kept]] = _YES
+    # The fate of each outcome: the first reason not to use it, from the outside in.
+    fate = np.select(
+        [_index_in(outcomes["request_id"], held_back["request_id"]) >= 0, row < 0, place < 0, task < 0,
+         received > deadline[row]],
+        [_PENDING, _UNMATCHED_REQUEST, _UNMATCHED_ITEM, _OTHER_TASK, _LATE], _USED)
+    used = np.flatnonzero(fate == _USED)
+    fate[used[_superseded(place[used] * len(task_names) + task[used], received[used])]] = _DUPLICATE
+
+    shown = pairs.shown(exposures)
+    reports = np.flatnonzero((fate == _USED) & (task == 0))
+    shown[place[reports]] = np.where(amount[reports] > 0, _YES, _NO)
+    labels = np.flatnonzero((fate == _USED) & (task > 0))
+    fate[labels[shown[place[labels]] == _NO]] = _UNSHOWN
+    labels = labels[fate[labels] == _USED]
+    shown[place[labels]] = _YES
 
     label, mask = {}, {}
-    for number, task in enumerate(tasks, start=1):
-        value = np.zeros(len(keys), dtype=np.float32)
-        known = np.zeros(len(keys), dtype=bool)
-        if task.unobserved is not None:
-            known[:] = shown == _YES
-            value[known] = task.unobserved
-        if len(kept):
-            own = kept[task_code[kept] == number]
-            value[place[own]], known[place[own]] = amount[own], True
-        label[task.name], mask[task.name] = value[key_of], known[key_of]
+    for number, each in enumerate(tasks, start=1):
+        known = (shown == _YES) & (each.unobserved is not None)
+        value = np.where(known, np.float32(each.unobserved or 0.0), np.float32(0.0))
+        own = labels[task[labels] == number]
+        value[place[own]], known[place[own]] = amount[own], True
+        label[each.name], mask[each.name] = value[pairs.of_candidate], known[pairs.of_candidate]
+    count = np.bincount(fate, minlength=_FATES).tolist()
     return JoinReport(
-        rows=dataclasses.replace(rows, label=label, label_mask=mask),
-        watermark=now - window_us, held_back=len(held_back), duplicate_exposures=duplicate_exposures,
-        used=len(kept) + len(reports),
-        **{name: counts.get(name, 0) for name in ("pending", "late", "duplicates", "unshown", "other_tasks",
-                                                  "unmatched_requests", "unmatched_items")},
+        rows=dataclasses.replace(rows, label=label, label_mask=mask), watermark=now - window_us,
+        held_back=len(held_back), duplicate_exposures=duplicate_exposures, used=count[_USED], pending=count[_PENDING],
+        late=count[_LATE], duplicates=count[_DUPLICATE], unshown=count[_UNSHOWN], other_tasks=count[_OTHER_TASK],
+        unmatched_requests=count[_UNMATCHED_REQUEST], unmatched_items=count[_UNMATCHED_ITEM],
     )
+
+
+class _Pairs:
+    """The (request, item) pairs of exposures, each once: an item listed twice in a request shares one.
+
+    ``of_candidate`` [C]: the pair of each candidate.
+    """
+
+    def __init__(self, exposures: pa.Table) -> None:
+        values, self._offsets = list_values(exposures["candidates"], "candidates")
+        encoded = values.dictionary_encode()
+        self._requests, self._items = exposures["request_id"], encoded.dictionary
+        request = np.repeat(np.arange(len(exposures)), np.diff(self._offsets))
+        self._keys, self.of_candidate = np.unique(
+            request * len(self._items) + np.asarray(encoded.indices, np.int64), return_inverse=True)
+
+    def find(self, outcomes: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+        """The request [O] and the pair [O] of each outcome, -1 where there is none."""
+        if len(self._items) and len(outcomes) and self._items.type != outcomes["item_id"].type:
+            raise ValueError(f"candidates of exposures are {self._items.type}, item_id of outcomes is "
+                             f"{outcomes['item_id'].type}")
+        row = _index_in(outcomes["request_id"], self._requests)
+        if not len(self._keys):
+            return row, np.full(len(outcomes), -1)
+        item = _index_in(outcomes["item_id"], self._items)
+        wanted = row * len(self._items) + item
+        place = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        return row, np.where((row >= 0) & (item >= 0) & (self._keys[place] == wanted), place, -1)
+
+    def shown(self, exposures: pa.Table) -> np.ndarray:
+        """[pairs] int8: what the exposures say of each, where the list or its value may be null."""
+        by_candidate = np.full(self._offsets[-1], _UNKNOWN, dtype=np.int8)
+        column = exposures["shown"].combine_chunks()
+        if len(column):
+            told = np.repeat(np.asarray(column.is_valid()), np.diff(self._offsets))
+            by_candidate[told] = np.asarray(column.flatten().cast(pa.int8()).fill_null(_UNKNOWN))
+        out = np.full(len(self._keys), _UNKNOWN, dtype=np.int8)
+        np.maximum.at(out, self.of_candidate, by_candidate)
+        return out
+
+
+def _superseded(slot: np.ndarray, received: np.ndarray) -> np.ndarray:
+    """[n] bool: False for the one of each slot that was received last (of equal times, the one logged last)."""
+    order = np.lexsort((received, slot))  # stable: equal times stay in the order of the log
+    out = np.zeros(len(slot), dtype=bool)
+    out[order[:-1]] = slot[order[1:]] == slot[order[:-1]]
+    return out
 
 
 def exposure_rows(exposures: pa.Table, request: Sequence[Feature] = ()) -> RequestRows:
@@ -172,15 +179,3 @@ def _index_in(values: pa.ChunkedArray, among: pa.Array | pa.ChunkedArray) -> np.
     if not len(values) or not len(among):
         return np.full(len(values), -1, dtype=np.int64)
     return np.asarray(pc.index_in(values, value_set=among).fill_null(-1).combine_chunks(), dtype=np.int64)
-
-
-def _shown(exposures: pa.Table, offsets: np.ndarray) -> np.ndarray:
-    """[C] int8: what the exposures say of each candidate, where the list or its value may be null."""
-    out = np.full(offsets[-1], _UNKNOWN, dtype=np.int8)
-    column = exposures["shown"].combine_chunks()
-    if not len(column):
-        return out
-    present = np.repeat(np.asarray(column.is_valid()), np.diff(offsets))
-    flat = column.flatten()
-    out[present] = np.asarray(flat.cast(pa.int8()).fill_null(_UNKNOWN))
-    return out

@@ -92,6 +92,13 @@ def test_string_items_a_candidate_twice_and_no_candidates():
         join(log, outcomes([("r", 1, "click", 1.0, 5)]), WINDOW, TASKS, 1000)
 
 
+def test_no_task_may_take_the_name_of_the_report_of_what_was_shown():
+    with pytest.raises(ValueError, match="'shown'"):
+        join(exposures([]), outcomes([]), WINDOW, (Task("shown"),), 1000)
+    with pytest.raises(ValueError, match="window_us"):
+        join(exposures([]), outcomes([]), -1, TASKS, 1000)
+
+
 def test_empty_logs_join_to_nothing():
     report = join(exposures([]), outcomes([]), WINDOW, TASKS, 1000)
     assert len(report.rows) == 0 and report.used == 0
