@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
 from semel.history.generation import Generation
-from semel.history.log import SEGMENT_HEADER, read_records
+from semel.history.log import SEGMENT_HEADER, last_record_end, read_records
 from semel.history.manifest import NAME, Manifest, generation_path, parse_manifest, read_manifest, segment_path
 from semel.history.tail import Dictionaries, Tail
 
@@ -102,3 +104,39 @@ class Follower:
                 raise StoreError(f"{self.path / NAME} could not be made durable ({error}); reopen the store") from error
             raise
         self.manifest, self._content = manifest, read_manifest(self.path)
+
+
+def keys_of(view: View) -> np.ndarray:
+    """All users, sorted: int64, or strings as objects."""
+    shards = [shard for shard in view.generation.shards if shard.rows]
+    recent = np.unique(view.tail.columns[""])
+    if not view.generation.schema.string_keys:
+        return np.unique(np.concatenate([recent, *(shard.users for shard in shards)]))
+    by_slot = list(view.tail.arena.slots)
+    found = {key.decode() for shard in shards for key in shard.user_keys()} | {by_slot[slot] for slot in recent}
+    out = np.empty(len(found), object)
+    out[:] = sorted(found)
+    return out
+
+
+def verify(path: Path) -> dict[str, int]:
+    """Check every byte of the store at ``path``: {"files", "bytes"}; CorruptFile for the first that is damaged."""
+    for _ in range(RETRIES):
+        content = read_manifest(path)
+        manifest = parse_manifest(content, path)
+        try:
+            files, size = 1, len(content)
+            if manifest.generation:
+                folder = generation_path(path, manifest.generation)
+                counts = Generation(folder, manifest.generation, manifest.schema, manifest.shards,
+                                    manifest.generation_seal).verify()
+                files, size = files + counts[0], size + counts[1]
+            sealed = {segment.number: segment.bytes for segment in manifest.sealed}
+            for number in (*sealed, manifest.active):
+                files += 1
+                size += last_record_end(segment_path(path, number), sealed.get(number))
+            return {"files": files, "bytes": size}
+        except (GenerationGone, FileNotFoundError, CorruptFile) as error:
+            if read_manifest(path) == content:  # else a compaction moved what was being checked
+                raise error if isinstance(error, CorruptFile) else CorruptFile(f"{path}: {error}") from None
+    raise StoreError(f"{path} was compacted {RETRIES} times while it was being checked; try again")

@@ -3,9 +3,11 @@ append-only."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from semel.history.errors import CorruptFile, StoreError, StoreNotFound
 from semel.history.files import dump_json, parse_json, replace_file
@@ -103,3 +105,14 @@ def segment_path(folder: Path, number: int) -> Path:
 
 def generation_path(folder: Path, number: int) -> Path:
     return folder / "generations" / f"{number:08d}"
+
+
+def local_path(url: str | os.PathLike[str]) -> Path:
+    """The folder that a path or file:// URL names; ValueError for another scheme."""
+    text = os.fspath(url)
+    if "://" not in text:
+        return Path(text)
+    parts = urlsplit(text)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        raise ValueError(f"cannot open {text!r}: stores are local folders (a path or file:// URL)")
+    return Path(unquote(parts.path))

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,13 +17,23 @@ import pyarrow as pa
 from semel.batch import JaggedTable, Pointers, ids_array
 from semel.history.errors import CorruptFile, GenerationGone, StoreError, StoreExists, VersionNotVisible
 from semel.history.files import sync_folder
-from semel.history.following import RETRIES, Follower, View
+from semel.history.following import RETRIES, Follower, View, keys_of, verify
 from semel.history.generation import Generation
 from semel.history.locking import WriterLock
-from semel.history.log import SEGMENT_HEADER, SegmentWriter, last_record_end
-from semel.history.manifest import NAME, Manifest, Segment, generation_path, parse_manifest, read_manifest, segment_path
+from semel.history.log import SEGMENT_HEADER, SegmentWriter
+from semel.history.manifest import (
+    NAME,
+    Manifest,
+    Segment,
+    generation_path,
+    local_path,
+    parse_manifest,
+    read_manifest,
+    segment_path,
+)
 from semel.history.schema import EventSchema, Projection, check_events
 
+T = TypeVar("T")
 SEGMENT_BYTES = 128 << 20  # a segment that has grown beyond this is sealed
 
 
@@ -260,7 +269,7 @@ class HistoryStore:
         chosen = self._answer(reading.select, pointers, projection)
         return chosen.count, np.ones(len(pointers), bool)
 
-    def _answer(self, function: Callable[..., Any], pointers: Pointers, projection: Projection) -> Any:
+    def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection) -> T:
         from semel.history import reading
 
         self._check_open()
@@ -273,14 +282,19 @@ class HistoryStore:
         newest = int(pointers.version.max(initial=0))
         if newest > self._view.version:
             self.refresh()
+        if newest > self._view.version:
+            raise VersionNotVisible(f"a pointer names version {newest}, the store at {self.path} is at version "
+                                    f"{self._view.version} here, also after a refresh")
+        return self._again(lambda view: function(view, self.schema, pointers, projection))
+
+    def _again(self, function: Callable[[View], T]) -> T:
+        """``function`` of the view, once more where a compaction removed files that it had yet to map: the next
+        generation answers the same."""
         for _ in range(RETRIES):
             view = self._view
-            if newest > view.version:
-                raise VersionNotVisible(f"a pointer names version {newest}, the store at {self.path} is at version "
-                                        f"{view.version} here, also after a refresh")
             try:
-                return function(view, self.schema, pointers, projection)
-            except GenerationGone as error:  # compacted away; the next generation answers the same
+                return function(view)
+            except GenerationGone as error:
                 self.refresh()
                 if self._view.generation is view.generation:
                     raise CorruptFile(str(error)) from None
@@ -298,15 +312,7 @@ class HistoryStore:
     def keys(self) -> np.ndarray:
         """All user ids in the store, sorted: int64, or an object array of strings."""
         self._check_open()
-        for _ in range(RETRIES):
-            view = self._view
-            try:
-                return _keys_of(view, self.schema.string_keys)
-            except GenerationGone as error:
-                self.refresh()
-                if self._view.generation is view.generation:
-                    raise CorruptFile(str(error)) from None
-        raise StoreError(f"{self.path} was compacted {RETRIES} times during one read; try again")
+        return self._again(keys_of)
 
     # -- housekeeping -------------------------------------------------------------------------------------------
 
@@ -386,37 +392,8 @@ class HistoryStore:
     def verify(self) -> dict[str, int]:
         """Read every byte of the store and check it; ``{"files", "bytes"}``. Raises CorruptFile naming the first
         damaged file."""
-        for _ in range(RETRIES):
-            self._check_open()
-            content = read_manifest(self.path)
-            manifest = parse_manifest(content, self.path)
-            try:
-                files, size = 1, len(content)
-                if manifest.generation:
-                    folder = generation_path(self.path, manifest.generation)
-                    counts = Generation(folder, manifest.generation, self.schema, manifest.shards,
-                                        manifest.generation_seal).verify()
-                    files, size = files + counts[0], size + counts[1]
-                sealed = {segment.number: segment.bytes for segment in manifest.sealed}
-                for number in (*sealed, manifest.active):
-                    files += 1
-                    size += last_record_end(segment_path(self.path, number), sealed.get(number))
-                return {"files": files, "bytes": size}
-            except (GenerationGone, FileNotFoundError, CorruptFile) as error:
-                if read_manifest(self.path) == content:
-                    raise error if isinstance(error, CorruptFile) else CorruptFile(f"{self.path}: {error}") from None
-        raise StoreError(f"{self.path} was compacted {RETRIES} times while it was being checked; try again")
-
-
-def local_path(url: str | os.PathLike[str]) -> Path:
-    """The folder that a path or file:// URL names; ValueError for another scheme."""
-    text = os.fspath(url)
-    if "://" not in text:
-        return Path(text)
-    parts = urlsplit(text)
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
-        raise ValueError(f"cannot open {text!r}: stores are local folders (a path or file:// URL)")
-    return Path(unquote(parts.path))
+        self._check_open()
+        return verify(self.path)
 
 
 def _refuse_existing(path: Path) -> None:
@@ -425,15 +402,3 @@ def _refuse_existing(path: Path) -> None:
     for stale in (path / "log").glob("*.log"):
         if stale.stat().st_size > SEGMENT_HEADER:  # a create that was killed leaves no more than that
             raise StoreExists(f"{stale} lies where a new store's log would; choose another folder")
-
-
-def _keys_of(view: View, strings: bool) -> np.ndarray:
-    shards = [shard for shard in view.generation.shards if shard.rows]
-    recent = np.unique(view.tail.columns[""])
-    if not strings:
-        return np.unique(np.concatenate([recent, *(shard.users for shard in shards)]))
-    by_slot = list(view.tail.arena.slots)
-    found = {key.decode() for shard in shards for key in shard.user_keys()} | {by_slot[slot] for slot in recent}
-    out = np.empty(len(found), object)
-    out[:] = sorted(found)
-    return out

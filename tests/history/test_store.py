@@ -412,3 +412,80 @@ def test_real_ratings(shared_data: Path, tmp_path: Path) -> None:
         order = np.lexsort((table["event_time"].to_numpy(), table["user_id"].to_numpy()))
         assert (after.columns["item_id"] == table["item_id"].to_numpy()[order]).all()
         assert len(after) == len(np.unique(table["user_id"].to_numpy()))
+
+
+def test_formats_of_another_time_are_refused(store: HistoryStore, tmp_path: Path) -> None:
+    import json
+
+    from semel.history.files import dump_json
+
+    store.append(events((1, 1, 1)))
+    store.close()
+    manifest = tmp_path / "store" / "manifest.json"
+    original = manifest.read_bytes()
+    body = json.loads(original)
+    del body["checksum"]
+    for change, words in (({"format": 2}, "format 2.*reads format 1"), ({"hash": "murmur3"}, "murmur3"),
+                          ({"magic": "other"}, "does not belong to a history store")):
+        manifest.write_bytes(dump_json({**body, **change}))
+        for mode in ("r", "a"):
+            with pytest.raises(StoreError, match=words):
+                HistoryStore.open(tmp_path / "store", mode)
+    manifest.write_bytes(original)
+    segment = tmp_path / "store" / "log" / "00000001.log"
+    content = segment.read_bytes()
+    segment.write_bytes(content[:8] + b"\x02" + content[9:])
+    with pytest.raises(StoreError, match="log format 2, this Semel reads 1"):
+        HistoryStore.open(tmp_path / "store")
+
+
+def test_array_files_of_another_codec_are_refused(tmp_path: Path) -> None:
+    import zlib
+
+    from semel.history.files import map_array, write_array
+
+    entry = write_array(tmp_path / "a", np.arange(10))
+    assert map_array(tmp_path / "a", entry, np.int64).tolist() == list(range(10))
+    content = bytearray((tmp_path / "a").read_bytes())
+    content[12] = 3
+    seal = zlib.crc32(content[:60])
+    content[60:64] = seal.to_bytes(4, "little")
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(StoreError, match="codec 3; this Semel reads format 1, codec 0"):
+        map_array(tmp_path / "a", {**entry, "seal": seal}, np.int64)
+
+
+def test_array_files_of_several_blocks(tmp_path: Path) -> None:
+    from semel.history import CorruptFile
+    from semel.history.files import BLOCK_BYTES, map_array, write_array
+
+    array = np.random.default_rng(0).integers(0, 9, (700_000, 3), np.int8)
+    entry = write_array(tmp_path / "a", array)
+    assert (map_array(tmp_path / "a", entry, np.int8, (3,)) == array).all()
+    content = bytearray((tmp_path / "a").read_bytes())
+    content[64 + BLOCK_BYTES + 5] ^= 1
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(CorruptFile, match="a: block 1 "):
+        map_array(tmp_path / "a", entry, np.int8, (3,))
+
+
+def test_the_documented_bytes() -> None:
+    """``docs/formats/history.md`` in plain Python agrees with the compiled hash."""
+    from semel.history.compaction import shards_of
+
+    def mix(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    def fnv(text: str) -> int:
+        h = 0xCBF29CE484222325
+        for byte in text.encode():
+            h = (h ^ byte) * 0x100000001B3 % 2**64
+        return h
+
+    ids = [0, 1, -1, 2**63 - 1, -(2**63), 12345]
+    assert shards_of(np.array(ids), 13).tolist() == [mix(i % 2**64) % 13 for i in ids]
+    texts = ["", "a", "\u00e4", "\U0001f3ac", "user-1"]
+    assert shards_of([text.encode() for text in texts], 13).tolist() == [mix(fnv(text)) % 13 for text in texts]
