@@ -33,14 +33,14 @@ class BodyTooLarge(ValueError):
 
 
 def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 64, workers: int = 1,
-               body_limit: int = BODY_LIMIT, writable: bool = True) -> FastAPI:
+               body_limit: int = BODY_LIMIT) -> FastAPI:
     """An ASGI application around ``predictor``, which stays the caller's to close after the application's shutdown.
 
     ``token``: what clients must send; without one only requests to a loopback name are answered. ``workers`` threads
-    score, ``queue`` more requests may wait (503 beyond). ``body_limit``: bytes (413 beyond). ``writable``: False if the
-    predictor's store is open for reading, so that events and items are refused. ``app.state.service`` is the Service.
+    score, ``queue`` more requests may wait (503 beyond). ``body_limit``: bytes (413 beyond). Events, items are refused
+    where the predictor's store is open for reading. ``app.state.service`` is the Service.
     """
-    service = Service(predictor, queue=queue, workers=workers, writable=writable)
+    service = Service(predictor, queue=queue, workers=workers)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """``rank``, ``events``, ``items`` and ``outcomes`` take a body's bytes and give the answer's; used from one event
-    loop. ``writable=False``: for a predictor whose store is open for reading; only ``rank`` and ``outcomes`` work."""
+    """``rank``, ``append`` and ``outcomes`` take a body's bytes and give the answer's; used from one event loop. Where
+    the predictor's store is open for reading, events and items are refused."""
 
-    def __init__(self, predictor: Predictor, *, queue: int = 64, workers: int = 1, writable: bool = True):
+    def __init__(self, predictor: Predictor, *, queue: int = 64, workers: int = 1):
         from semel.examples.exposures import SHOWN, outcome_schema
         from semel.examples.logs import OutcomeLog
 
@@ -41,6 +41,7 @@ class Service:
                 **{task.name: task.kind == "binary" for task in features.tasks}, SHOWN: True}),
         }
         self.rows: dict[str, RowWriter] = {}
+        writable = store.mode == "a"
         if writable:
             self.rows["events"] = RowWriter("event", store, folder / "event_keys", now)
             self.bodies["events"] = events_body(store.schema.key, store.schema.user_id, store.schema.columns,

@@ -280,7 +280,10 @@ def test_exposures_wait_for_the_disk_and_are_not_lost(http, predictor, monkeypat
 
 
 def test_a_reader_refuses_writes(predictor):
-    with client_of(predictor, writable=False) as http:
+    from semel.history import HistoryStore
+
+    with HistoryStore.open(predictor.store.path) as store, \
+            Predictor(predictor.artifact, store, predictor.catalogue) as reader, client_of(reader) as http:
         assert "only reads" in refused(http.post("/v1/events", json={"events": []}), 422, "events")
         assert http.post("/v1/rank", json={"user_id": 1, "candidates": [1]}).status_code == 200
 
