@@ -7,6 +7,7 @@ that a feature has one meaning everywhere.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -76,20 +77,38 @@ class FeatureSpec:
 
 
 @lru_cache(maxsize=1 << 20)
-def _hash(text: str) -> int:
+def _of_text(text: str) -> int:
+    number = _NUMBER.fullmatch(text)
+    if number is not None:
+        value = float(text) if number[1] else int(text)
+        if str(value) == text and abs(value) < 2**63:
+            return _of_float(value) if isinstance(value, float) else value
     # The top bit is cleared, so that no string can meet MISSING.
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & 0x7FFF_FFFF_FFFF_FFFF
 
 
+_NUMBER = re.compile(r"-?[0-9]+([.][0-9]+)?")
+
+
+def _of_float(value: float) -> int:
+    return int(stable_id(np.asarray(value)))
+
+
 def stable_id(values: Any) -> np.ndarray:
     """Categorical values -> int64 that mean the same in every process: integers and booleans stand for themselves,
-    strings for 63 bits of their BLAKE2b, floats for their bit pattern, None and NaN for ``MISSING``. Shape is kept."""
+    other floats for their bit pattern, strings for 63 bits of their BLAKE2b, None and NaN for ``MISSING``.
+
+    A number is itself however it is written: 4, 4.0, "4" and "4.0" are one value, so a client that sends 25 meets what
+    a table holds as "25" ("025" is a string). Shape is kept.
+    """
     array = np.asarray(values)
     if array.dtype.kind in "iub":
         return array.astype(np.int64, copy=False)
     if array.dtype.kind == "f":
-        wide = array.astype(np.float64) + 0.0  # -0.0 becomes 0.0
-        return np.where(np.isnan(wide), MISSING, wide.view(np.int64))
+        wide = array.astype(np.float64)
+        whole = np.isfinite(wide) & (wide == np.floor(wide)) & (np.abs(wide) < 2.0**53)
+        integers = np.where(whole, wide, 0.0).astype(np.int64)
+        return np.where(whole, integers, np.where(np.isnan(wide), MISSING, wide.view(np.int64)))
     flat = array.reshape(-1)
     out = np.fromiter((_stable_one(value) for value in flat), dtype=np.int64, count=len(flat))
     return out.reshape(array.shape)
@@ -99,5 +118,5 @@ def _stable_one(value: Any) -> int:
     if value is None:
         return MISSING
     if isinstance(value, str):
-        return _hash(value)
+        return _of_text(value)
     return int(stable_id(np.asarray(value)))

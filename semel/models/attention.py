@@ -174,11 +174,11 @@ def jagged_attention(
 ) -> Tensor:
     """``q`` [T, H, D], ``k`` and ``v`` [S, H, D] -> [T, H, D].
 
-    Weights are ``silu(q.k * scale + bias) / norm`` (HSTU, arXiv 2402.17152, eq. 2) or the softmax of the same over the
-    keys that a query may see. ``position_bias`` [positions] and ``time_bias`` [TIME_BUCKETS] are added by bucket, the
-    same for all heads. ``own_k``, ``own_v`` [T, H, D]: each query also sees one token of its own (a candidate sees the
-    history and itself, never another candidate); the own token has no bias. A query without keys gets only its own
-    token's part: zeros where there is none.
+    Weights are ``silu(q.k * scale + bias)`` (HSTU, arXiv 2402.17152, eq. 2) or the softmax of the same over the keys
+    that a query may see; both are divided by ``norm``. ``position_bias`` [positions] and ``time_bias`` [TIME_BUCKETS]
+    are added by bucket, the same for all heads. ``own_k``, ``own_v`` [T, H, D]: each query also sees one token of its
+    own (a candidate sees the history and itself, never another candidate); the own token has no bias. A query without
+    keys gets only its own token's part: zeros where there is none.
     """
     own = own_k is not None and own_v is not None
     empty = q.new_empty(0)

@@ -1,0 +1,114 @@
+"""Every model: shapes, gradients, and the same outputs from disk."""
+
+import json
+
+import pytest
+import torch
+from model_batches import FEATURES, config, encoders, make_batch
+
+from semel.models import load_model, make_model, ranking_loss, save_model
+
+KINDS = [("sequence_ranker", "hstu"), ("sequence_ranker", "transformer"), ("dcnv2", "hstu"), ("dlrm", "hstu")]
+
+
+def build(kind, encoder="hstu", seed=0):
+    torch.manual_seed(seed)
+    return make_model(config(kind, encoder), FEATURES, encoders())
+
+
+@pytest.mark.parametrize(("kind", "encoder"), KINDS)
+def test_maps_a_batch_to_logits_and_learns(kind, encoder):
+    model = build(kind, encoder)
+    batch = make_batch([5, 0, 20, 1], [3, 2, 0, 4])
+    logits = model(batch)
+    assert logits.shape == (9, 2) and torch.isfinite(logits).all()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(60):
+        loss = ranking_loss(model(batch), batch, FEATURES.tasks)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    dead = [name for name, p in model.named_parameters() if p.grad is None]
+    assert not dead, f"no gradient ever reached {dead}"
+
+
+@pytest.mark.parametrize("histories", [[0, 0], []])
+@pytest.mark.parametrize(("kind", "encoder"), KINDS)
+def test_empty_histories_and_no_requests(kind, encoder, histories):
+    model = build(kind, encoder).eval()
+    batch = make_batch(histories, [2] * len(histories))
+    assert model(batch).shape == (2 * len(histories), 2)
+
+
+def test_masked_labels_count_for_nothing():
+    batch = make_batch([5, 3], [4, 4])
+    logits = torch.zeros(8, 2, requires_grad=True)
+    ranking_loss(logits, batch, FEATURES.tasks).backward()
+    assert (logits.grad[~batch.label_mask["like"], 0] == 0).all()
+    assert (logits.grad[batch.label_mask["like"], 0] != 0).all()
+
+
+@pytest.mark.parametrize(("kind", "encoder"), [*KINDS, ("next_item", "hstu"), ("next_item", "transformer")])
+def test_saved_and_loaded_gives_the_same_outputs(kind, encoder, tmp_path):
+    model = build(kind, encoder).eval()
+    batch = make_batch([5, 0, 20], [3, 2, 1])
+    version = save_model(tmp_path, model, config(kind, encoder), FEATURES, "m")
+    artifact = load_model(tmp_path)
+    assert artifact.version == version and version.startswith("m-")
+    assert artifact.kind == ("next_item" if kind == "next_item" else "ranking")
+    assert artifact.features == FEATURES and artifact.config == config(kind, encoder)
+    assert torch.equal(artifact.model(batch), model(batch))
+    assert save_model(tmp_path, build(kind, encoder, seed=1), config(kind, encoder), FEATURES, "m") != version
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_a_missing_unknown_or_damaged_model_is_one_clear_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        load_model(tmp_path)
+    save_model(tmp_path, build("dlrm"), config("dlrm"), FEATURES)
+    described = json.loads((tmp_path / "model.json").read_text())
+    weights = tmp_path / described["weights"]
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="does not fit"):
+        load_model(tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps({**described, "format_version": 99}))
+    with pytest.raises(ValueError, match="format version 99"):
+        load_model(tmp_path)
+    (tmp_path / "model.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        load_model(tmp_path)
+
+
+def test_next_item_scores_items_as_it_scores_candidates():
+    model = build("next_item").eval()
+    batch = make_batch([5, 0, 20], [3, 3, 3])
+    ids = torch.tensor([4, 7, 1000])
+    batch.candidate["item_id"] = ids.repeat(3)
+    everything = model.score_items(batch.request["history"], ids)
+    torch.testing.assert_close(model(batch).view(3, 3), everything)
+    assert torch.isfinite(everything).all()
+
+
+def test_next_item_learns_a_cycle():
+    torch.manual_seed(0)
+    from semel.batch import JaggedTable
+
+    model = build("next_item")
+    items = (torch.arange(60) % 6 + 1).repeat(4)
+    offsets = torch.arange(0, 241, 60)
+    history = JaggedTable({"event_time": torch.arange(240) * 10**6, "item_id": items, "rating": torch.ones_like(items)},
+                          offsets)
+    g = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(80):
+        loss = model.loss(history, g)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    best = model.score_items(history, torch.arange(1, 40)).argmax(1) + 1
+    assert best.tolist() == [1, 1, 1, 1]  # 60 = 10 cycles, so 1 comes next

@@ -1,0 +1,56 @@
+"""Promise 4: a score does not depend on which other candidates or requests are in the batch."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semel.batch import Jagged, JaggedTable, RequestBatch
+from semel.models import make_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from model_batches import FEATURES, config, encoders, make_batch
+
+TOLERANCE = 2e-6  # float32 summation order
+
+
+def pick(batch: RequestBatch, request: int, candidates: list[int]) -> RequestBatch:
+    """One request of a batch with some of its candidates, in the order given."""
+    first = int(batch.candidate_offsets[request])
+    index = torch.tensor([first + c for c in candidates], dtype=torch.int64)
+    table = batch.request["history"]
+    events = slice(int(table.offsets[request]), int(table.offsets[request + 1]))
+    columns = {name: column[events] for name, column in table.columns.items()}
+    history = JaggedTable(columns, torch.tensor([0, events.stop - events.start]))
+    genres = batch.candidate["genres"]
+    return RequestBatch(
+        np.array(["r"], dtype=object),
+        {**{n: v[request : request + 1] for n, v in batch.request.items() if n != "history"}, "history": history},
+        {"item_id": batch.candidate["item_id"][index], "year": batch.candidate["year"][index],
+         "genres": Jagged.from_rows([genres[int(i)].numpy() for i in index], dtype=np.int64).torch()},
+        torch.tensor([0, len(index)]),
+    )
+
+
+@pytest.mark.parametrize(("kind", "encoder"), [("sequence_ranker", "hstu"), ("sequence_ranker", "transformer"),
+                                               ("dcnv2", "hstu"), ("dlrm", "hstu"), ("next_item", "hstu")])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_score_is_the_same_alone_and_among_others(kind, encoder, data):
+    sizes = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=5))
+    batch = make_batch([h for h, _ in sizes], [c for _, c in sizes], seed=data.draw(st.integers(0, 50)))
+    torch.manual_seed(0)
+    model = make_model(config(kind, encoder), FEATURES, encoders()).eval()
+    request = data.draw(st.integers(0, len(sizes) - 1))
+    chosen = data.draw(st.permutations(range(sizes[request][1])))[: data.draw(st.integers(1, sizes[request][1]))]
+    with torch.inference_mode():
+        whole = model(batch)
+        part = model(pick(batch, request, chosen))
+    first = int(batch.candidate_offsets[request])
+    expected = whole[[first + c for c in chosen]]
+    scale = float(whole.abs().max().clamp(min=1.0))
+    torch.testing.assert_close(part, expected, atol=TOLERANCE * scale, rtol=0)

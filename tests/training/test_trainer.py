@@ -1,0 +1,146 @@
+"""Training: same seed same losses, resumed equals uninterrupted, early stopping, curves, and clear refusals."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from semel import EventSchema, HistoryStore
+from semel.features import Feature, FeatureSpec, Task
+from semel.models import EncoderConfig, ModelConfig, load_model
+from semel.training import ExampleConfig, Interrupted, Recipe, Run, Trainer
+
+HOUR = 3_600_000_000
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """24 users who like even items, in sessions an hour apart."""
+    path = tmp_path_factory.mktemp("data") / "store"
+    rng = np.random.default_rng(0)
+    user = np.repeat(np.arange(24), 30)
+    session = np.tile(np.repeat(np.arange(10), 3), 24)
+    time = session * HOUR + np.tile(np.arange(30), 24) * 1_000_000 + user
+    item = rng.integers(1, 30, len(user))
+    handle = HistoryStore.create(str(path), EventSchema({"item_id": pa.int64(), "rating": pa.float32()}), shards=2)
+    handle.append(pa.table({"user_id": user, "event_time": time, "item_id": item,
+                            "rating": pa.array(np.where(item % 2 == 0, 5, 2), pa.float32())}))
+    handle.close()
+    return str(path)
+
+
+def recipe(store, out, kind="sequence_ranker", **changes):
+    features = FeatureSpec((Feature("item_id"), Feature("rating")), tasks=(Task("like"),), history_last=10)
+    model = ModelConfig(kind=kind, dim=8, hidden=(16,), negatives=8,
+                        encoder=EncoderConfig(dim=8, layers=1, heads=1, head_dim=8, positions=11))
+    base = Recipe("tiny", features, model, ExampleConfig(validation_fraction=0.2), epochs=3, batch=8, store=store,
+                  out=str(out))
+    return dataclasses.replace(base, **changes)
+
+
+def losses(run):
+    return [line["loss"] for line in run.metrics if line["kind"] == "train"]
+
+
+def validations(run):
+    return [line for line in run.metrics if line["kind"] == "validation"]
+
+
+@pytest.mark.parametrize("kind", ["sequence_ranker", "dcnv2", "next_item"])
+def test_the_same_seed_gives_the_same_losses_and_model(store, tmp_path, kind):
+    first, second, other = (Trainer(recipe(store, tmp_path, kind, seed=seed)).fit() for seed in (0, 0, 1))
+    assert losses(first) == losses(second) != losses(other)
+    assert load_model(first.path).version == load_model(second.path).version != load_model(other.path).version
+
+
+@pytest.mark.parametrize(("kind", "at"), [("sequence_ranker", 3), ("sequence_ranker", 40), ("next_item", 3),
+                                          ("next_item", 8)])
+def test_a_resumed_run_equals_one_without_interruption(store, tmp_path, kind, at):
+    same = recipe(store, tmp_path, kind, checkpoint_steps=7)
+    whole = Trainer(same).fit()
+    trainer = Trainer(same)
+
+    def stop_at(progress):
+        if progress.step >= at:
+            trainer.stop()
+
+    trainer.on_progress = stop_at
+    with pytest.raises(Interrupted, match="resume"):
+        trainer.fit()
+    folder = max((p for p in tmp_path.iterdir()), key=lambda p: p.stat().st_mtime)
+    run = Run.open(folder)
+    assert not run.summary
+    run = Trainer(same).fit(resume=folder)
+    assert load_model(run.path).version == load_model(whole.path).version
+    assert validations(run) == validations(whole)
+
+
+def test_it_learns_stops_early_and_keeps_the_best(store, tmp_path):
+    run = Trainer(recipe(store, tmp_path, epochs=40, patience=2)).fit()
+    best = min(line["ne"] for line in validations(run))
+    assert best < 0.5
+    assert run.summary["best"]["ne"] == best
+    assert run.summary["epochs"] == len(validations(run)) <= 40
+    assert (run.path / "tensorboard").is_dir() and list((run.path / "tensorboard").iterdir())
+    assert len(list((run.path / "checkpoints").iterdir())) <= 2
+    assert Run.open(run.path).recipe == run.recipe
+
+
+def test_refusals(store, tmp_path):
+    with pytest.raises(FileNotFoundError, match="not a run"):
+        Run.open(tmp_path)
+    run = Trainer(recipe(store, tmp_path, epochs=1)).fit()
+    with pytest.raises(ValueError, match="another 'seed'"):
+        Trainer(recipe(store, tmp_path, epochs=1, seed=5)).fit(resume=run.path)
+    with pytest.raises(ValueError, match="no column 'rating'"):
+        empty = tmp_path / "no-rating"
+        handle = HistoryStore.create(str(empty), EventSchema({"item_id": pa.int64()}))
+        handle.append(pa.table({"user_id": [1, 1], "event_time": [1, 2], "item_id": [3, 4]}))
+        handle.close()
+        Trainer(recipe(str(empty), tmp_path)).fit()
+    with pytest.raises(FloatingPointError, match=r"the loss is .* at step"):
+        huge = recipe(store, tmp_path, epochs=5)
+        optimizer = dataclasses.replace(huge.optimizer, learning_rate=1e30, warmup_steps=0, clip_norm=0.0)
+        Trainer(dataclasses.replace(huge, optimizer=optimizer)).fit()
+
+
+def test_training_leaves_the_callers_random_state_alone(store, tmp_path):
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    Trainer(recipe(store, tmp_path, epochs=1)).fit()
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.timeout(90)
+def test_sigterm_saves_and_a_resumed_run_finishes(store, tmp_path):
+    script = textwrap.dedent(f"""
+        import json, sys
+        from semel.training import Recipe, Trainer
+        recipe = Recipe.from_json(json.loads({json.dumps(json.dumps(recipe(store, tmp_path, epochs=500).to_json()))}))
+        import dataclasses
+        recipe = dataclasses.replace(recipe, patience=500)
+        Trainer(recipe, on_progress=lambda p: print(p.step, flush=True)).fit()
+    """)
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline().strip().isdigit()
+        os.kill(process.pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "Interrupted: stopped at step" in errors
+    folder = next(tmp_path.iterdir())
+    interrupted = Run.open(folder)
+    assert list((folder / "checkpoints").iterdir())
+    shorter = dataclasses.replace(interrupted.recipe, epochs=max(1, interrupted.metrics[-1]["epoch"] + 1))
+    assert Trainer(shorter).fit(resume=folder).summary["epochs"] == shorter.epochs
