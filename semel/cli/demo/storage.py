@@ -40,6 +40,7 @@ def step(demo: Demo) -> None:
         task = bar.add_task("fat rows", total=2 * len(LAYOUTS), detail="")
         for length, name in ((last, "last"), (None, "whole")):
             lengths, _ = store.lengths(rows.pointers, Projection(("event_time", *columns), last=length))
+            demo.facts["history_lengths"] = lengths
             for layout in LAYOUTS:
                 bar.update(task, description=f"fat rows: one a {layout}, {name}")
                 key = f"a row a {layout}, " + (f"last {length}" if length else "whole histories")

@@ -17,6 +17,6 @@ def step(demo: Demo) -> None:
             run = fit(Trainer(recipe, on_progress=Shown(bar, indent="   ")))
         facts = outcome(run)
         demo.run[kind] = run.path
-        demo.facts[f"{kind}_training"] = facts
+        demo.facts[f"{kind}_training"], demo.facts[f"{kind}_metrics"] = facts, run.metrics
         figures = ", ".join(f"{name} {value:.4f}" for name, value in facts["validation"].items())
         demo.say(f"{facts['epochs']} epochs in {facts['seconds']:.0f} s, best on validation: {figures}")

@@ -81,6 +81,17 @@ def reliability(bins: Sequence[Mapping[str, float]], caption: str) -> Figure:
     return Figure([diagonal, points], layout, caption, height=340)
 
 
+def columns(places: Mapping[str, float], counts: Sequence[float], caption: str, x: str, y: str) -> Figure:
+    """Upright bars: ``places`` on the x axis by name, and how high each is."""
+    at = list(places.values())
+    step = min(np.diff(at), default=1.0) if len(at) > 1 else 0.05
+    data = {"type": "bar", "x": at, "y": list(counts), "width": [step * 0.92] * len(at), "customdata": list(places),
+            "marker": {"color": series(1)}, "hovertemplate": "%{customdata}: %{y:,}<extra></extra>"}
+    layout = {"xaxis": {"title": {"text": x}, "range": [0, 1], "tickformat": ".1f"},
+              "yaxis": {"title": {"text": y}, "tickformat": ",d"}, "showlegend": False}
+    return Figure([data], layout, caption, height=340)
+
+
 def latency_histogram(milliseconds: Any, caption: str) -> Figure:
     """The distribution of latencies, cut at the 99.5th percentile; lines at p50 and p99."""
     values = np.asarray(milliseconds, dtype=float)

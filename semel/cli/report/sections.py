@@ -1,0 +1,214 @@
+"""The sections of a report: what was measured, as plots, and what it means, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from semel.cli.output import size
+from semel.cli.report import figures
+from semel.cli.report.figures import Estimate
+from semel.cli.report.page import Figure, Grid, Section
+
+FIGURES = {"ne": "NE", "auc": "AUC", "user_auc": "AUC by user", "log_loss": "log loss", "calibration": "calibration",
+           "hr@10": "HR@10", "ndcg@10": "NDCG@10", "mrr": "MRR", "rmse": "RMSE", "mae": "MAE"}
+SMALLER_IS_BETTER = {"ne", "log_loss", "rmse", "mae"}
+
+
+def learning(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
+    """``runs``: the lines of ``metrics.jsonl`` by the run's title."""
+    plots = []
+    for title, lines in runs.items():
+        steps_in_epoch = _steps_in_epoch(lines)
+        train = [line for line in lines if line["kind"] == "train"]
+        validation = [line for line in lines if line["kind"] == "validation"]
+        loss = _smooth([line["loss"] for line in train])
+        plots.append(figures.curves({"training loss": ([line["step"] / steps_in_epoch for line in train], loss)},
+                                    f"{title}: training loss", "epoch", "loss"))
+        judged = next((name for name in ("ne", "ndcg@10") if validation and name in validation[0]), None)
+        if judged is not None:
+            plots.append(figures.curves(
+                {FIGURES[judged]: ([line["epoch"] for line in validation], [line[judged] for line in validation])},
+                f"{title}: {FIGURES[judged]} on validation", "epoch", FIGURES[judged]))
+    return Section("Learning", [
+        "An epoch is one pass over the training data. The loss on the left is what training pushes down; it is "
+        "measured on the "
+        "very examples that the model learns from, so on its own it proves nothing.",
+        "What counts is on the right: the same model on a later stretch of time that it has not seen. For NE "
+        "less is better, "
+        "for NDCG more. Training keeps the weights of the best point and stops when no better one has come for a "
+        "while.",
+    ], plots)
+
+
+def stored(facts: Mapping[str, Any]) -> Section:
+    """``facts``: what the demo measured of bytes."""
+    layouts: Mapping[str, int] = facts["fat_rows_by_layout"]
+    ours = "store and pointers"
+    values = {ours: facts["bytes"] / 1e6, **{name: value / 1e6 for name, value in layouts.items()}}
+    plot = figures.bars(values, "Bytes on disk for the same training data", "megabytes",
+                        [size(value * 1e6) for value in values.values()], highlight=ours)
+    per_user = facts["requests"] / max(1, facts["users"])
+    return Section("Stored once", [
+        "A training row usually carries a copy of the user's history. Here a row carries a pointer, a few bytes "
+        "that name the history, "
+        f"and each of the {facts['events']:,} events is stored once ({size(facts['store_bytes'])}); the rows "
+        "themselves take "
+        f"{size(facts['rows_bytes'])}. The grey bars are the same rows with their histories inside, really written as "
+        "compressed Parquet (a sample of them, scaled).",
+        "How much this saves depends on how often a history is copied. A row a request, in order, is the kindest "
+        "case: this data set has only "
+        f"{per_user:.1f} requests a user and short histories, and compression finds what neighbours share. "
+        "A row for each candidate in random order, which is what trainers want to read, is the costly one. Where "
+        "users come back every "
+        "day the copies grow with every visit, and the store only with what is new.",
+    ], [Figure(plot.data, plot.layout, plot.caption, plot.height, wide=True)])
+
+
+def histories(lengths: Any, last: int, requests: str) -> Section:
+    """``lengths`` [R]: events before each request; ``requests``: which requests these are."""
+    lengths = np.asarray(lengths)
+    empty, longer = float((lengths == 0).mean()), float((lengths > last).mean())
+    marks = {f"the model reads {last}": float(last)} if last <= lengths.max(initial=0) else {}
+    plot = figures.length_histogram(lengths, f"How long a history is ({requests})", "events in the history", marks)
+    return Section("Histories", [
+        "Each bar counts the requests whose history had that many events at the time. The axis is logarithmic, since a "
+        "few users have very long ones; requests without any history have no place on it. "
+        f"The median is {np.median(lengths):,.0f} events, the longest {lengths.max(initial=0):,}.",
+        f"{empty:.0%} of these requests came from someone who had not rated anything before: the model must do "
+        "without. "
+        f"{longer:.0%} had more events than the last {last} that the model reads; the store skips the rest "
+        "without reading it.",
+    ], [Figure(plot.data, plot.layout, plot.caption, plot.height, wide=True)])
+
+
+def quality(ranking: Mapping[str, Mapping[str, Any]], next_item: Mapping[str, Mapping[str, Any]], ours: Sequence[str],
+            text: Sequence[str]) -> Section:
+    """Models beside each other. ``ranking``, ``next_item``: figures (``value``, ``low``, ``high``) by model."""
+    plots = []
+    for models, names in ((ranking, ("ne", "auc")), (next_item, ("hr@10", "ndcg@10"))):
+        highlight = next((name for name in models if name in ours), None)
+        for name in names:
+            if models and all(name in model for model in models.values()):
+                better = "less is better" if name in SMALLER_IS_BETTER else "more is better"
+                plots.append(figures.estimates([_estimate(model, figure[name]) for model, figure in models.items()],
+                                               f"{FIGURES[name]} ({better})", FIGURES[name], highlight))
+    both = {model: {**ranking.get(model, {}), **next_item.get(model, {})} for model in {**ranking, **next_item}}
+    both = {model: both[model] for model in sorted(both, key=lambda model: model in ours)}  # stable: ours come last
+    rows = [[model, *(_with_interval(figure.get(name)) for name in ("ne", "auc", "hr@10", "ndcg@10"))]
+            for model, figure in both.items()]
+    strong = frozenset(number for number, model in enumerate(both) if model in ours)
+    return Section("Quality", text, plots, Grid(["model", "NE", "AUC", "HR@10", "NDCG@10"], rows, strong))
+
+
+def figures_of_run(evaluation: Mapping[str, Any]) -> Section:
+    """One model's figures, from its ``evaluation.json``, with intervals; its first figure by history length."""
+    parts = dict(evaluation["tasks"])
+    if evaluation["catalogue"] is not None:
+        parts["the catalogue"] = evaluation["catalogue"]
+    rows: list[list[str]] = []
+    plots: list[Figure] = []
+    for title, part in parts.items():
+        names = [name for name, value in part.items() if isinstance(value, dict) and "low" in value]
+        rows += [[f"{title}: {FIGURES.get(name, name.upper())}", _digits(part[name]["value"]),
+                  f"{_digits(part[name]['low'])} to {_digits(part[name]['high'])}"] for name in names]
+        pieces = [piece for piece in part["by_history_length"] if (piece.get(names[0]) or {}).get("value") is not None]
+        if len(pieces) > 1:
+            name = FIGURES.get(names[0], names[0].upper())
+            plots.append(figures.buckets([_estimate(piece["name"], piece[names[0]]) for piece in pieces],
+                                         f"{title}: {name} by history length", "events before the request", name))
+    return Section("Quality", [
+        f"Measured on the {evaluation['split']} data: {evaluation['protocol']}.",
+        "An interval says where the figure would fall 95 times out of 100 if other users had been drawn. Figures "
+        "by history length show "
+        "what a history is worth to the model: it should do better where it knows more.",
+    ], plots, Grid(["figure", "value", "95 % interval"], rows))
+
+
+def calibration(reliability: Sequence[Mapping[str, float]], ratio: Mapping[str, Any] | None = None) -> Section:
+    """``reliability``: bins of predictions (``prediction``, ``label``, ``weight``), from an evaluation."""
+    bins = [{"predicted": b["prediction"], "observed": b["label"], "count": b["weight"]} for b in reliability]
+    plots = [figures.reliability(bins, "Predicted and observed"), figures.columns(
+        {f"{b['low']:.2f} to {b['high']:.2f}": (b["low"] + b["high"]) / 2 for b in reliability},
+        [b["weight"] for b in reliability], "How often it predicts what", "predicted probability", "candidates")]
+    text = [
+        "When the model says 0.7, do 7 out of 10 people like the film? Each dot gathers candidates with about "
+        "the same prediction; its "
+        "height says how many of them were really liked, its size how many there were. On the dotted line the "
+        "model's numbers can be "
+        "taken at face value; below it the model promises too much, above it too little.",
+    ]
+    if ratio is not None and ratio.get("value") is not None:
+        text.append(f"Over everything the mean prediction is {ratio['value']:.3f} times the mean label (1 is perfect).")
+    return Section("Calibration", text, plots)
+
+
+def latency(milliseconds: Sequence[float], inside: Mapping[str, float], served: Mapping[str, Any]) -> Section:
+    """``inside``: median milliseconds of each part, as the server told them."""
+    plots = [figures.latency_histogram(milliseconds, f"{served['requests']:,} requests")]
+    names = {"queue": "waiting", "history": "reading the history", "features": "item features", "model": "the model"}
+    parts = {names[name]: inside[name] for name in names if name in inside}
+    # The rest of what the client measured: HTTP, JSON, logging the exposure.
+    parts["HTTP, JSON, logging"] = max(0.0, float(np.median(milliseconds)) - sum(parts.values()))
+    plots.append(figures.bars(parts, "Where a request's time goes (medians)", "milliseconds",
+                              [f"{value:.1f} ms" for value in parts.values()]))
+    return Section("Latency", [
+        f"A real server answered over HTTP, one request after the other, each with {served['candidates']} films "
+        "to score for one "
+        f"person. Half of the answers came within {served['p50_ms']:.1f} ms (p50), 99 of 100 within "
+        f"{served['p99_ms']:.1f} ms (p99), measured by the "
+        "client, so including HTTP and JSON. The machine is the one that this page was made on.",
+        f"An event that is sent is part of the same user's next request: from sending it to an answer that saw it took "
+        f"{served['event_to_seen_ms']:.1f} ms (median), with the event safely on disk in between.",
+    ], plots)
+
+
+def replay(report: Mapping[str, Any]) -> Section:
+    """``report``: a ReplayReport as JSON."""
+    rows = [
+        ["requests", f"{report['requests']:,}"],
+        ["histories equal, by checksum", f"{report['histories_equal']:,}"],
+        ["requests with every score bit-equal", f"{report['bit_equal']:,}"],
+        ["largest difference of a score", f"{report['max_difference']:g}"],
+        ["NE as served", _digits(report["served_ne"])],
+        ["NE as replayed", _digits(report["replayed_ne"])],
+        ["labelled candidates", f"{report['labelled']:,}"],
+    ]
+    return Section("Replay", [
+        "Recommenders often learn from data that differ a little from what was served, and nobody can tell where "
+        "the quality went. "
+        "Here every served request left a pointer, a checksum of the history it saw, and its scores. The replay "
+        "follows the pointers "
+        "through the path that training uses and compares.",
+        "Equal histories mean that training sees exactly what serving saw, also after new events have come in. A "
+        "difference of 0 "
+        "means that the scores are the same to the last bit.",
+    ], [], Grid(["", "measured"], rows))
+
+
+def _estimate(name: str, figure: Mapping[str, Any]) -> Estimate:
+    return Estimate(name, figure["value"], figure.get("low"), figure.get("high"))
+
+
+def _with_interval(figure: Mapping[str, Any] | None) -> str:
+    if figure is None or figure.get("value") is None:
+        return "–"
+    if figure.get("low") is None or figure.get("high") is None:
+        return _digits(figure["value"])
+    return f"{figure['value']:.4f} ± {(figure['high'] - figure['low']) / 2:.4f}"
+
+
+def _digits(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _steps_in_epoch(lines: Sequence[Mapping[str, Any]]) -> float:
+    ends = [line["step"] / line["epoch"] for line in lines if line["kind"] == "validation" and line["epoch"]]
+    return ends[0] if ends else max((line["step"] for line in lines), default=1)
+
+
+def _smooth(values: Sequence[float], window: int = 5) -> list[float]:
+    """Means of up to ``window`` neighbours, so that the trend can be seen in what is noisy by nature."""
+    return [float(np.mean(values[max(0, i - window // 2) : i + window // 2 + 1])) for i in range(len(values))]
