@@ -168,6 +168,34 @@ class AsServed(RuleBasedStateMachine):
         self.store.verify()
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_every_pointer_of_a_small_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """All users x times x versions after every step, where nearly all events tie and many come late: the corner cases
+    that a drawn pointer seldom meets."""
+    monkeypatch.setattr("semel.history.tail.LEVELS", (2, 4, 8, 1 << 62))
+    random = np.random.default_rng(seed)
+    schema = EventSchema({"item_id": pa.int64(), "action": pa.string()}, group="action")
+    oracle = ReferenceStore("action")
+    with HistoryStore.create(tmp_path / "s", schema, shards=2) as store:
+        for step in range(12):
+            if random.random() < 0.25:
+                store.compact()
+            else:
+                rows = [{"user_id": int(random.integers(0, 3)), "event_time": int(random.integers(0, 4)),
+                         "item_id": 100 * step + i, "action": [None, "like", "click"][random.integers(0, 3)]}
+                        for i in range(random.integers(1, 5))]
+                assert store.append(to_table(rows, schema)) == oracle.append(rows)
+            grid = [(user, as_of, version) for user in range(4) for as_of in range(6)
+                    for version in range(oracle.version + 1)]
+            users, as_of, version = (np.array(column) for column in zip(*grid, strict=True))
+            pointers = Pointers(users, as_of, version)
+            for projection in (Projection(("item_id", "version", "action")), Projection(("item_id",), last=2),
+                               Projection(("item_id", "event_time"), last=2, groups=("like",), since=1)):
+                table = store.read(pointers, projection)
+                assert to_rows(table, schema) == oracle.read(grid, projection)
+            assert table.status.tolist() == oracle.status(grid)
+
+
 class AsServedWithStringUsers(AsServed):
     users = STRING_USERS
     key_type = pa.string()
