@@ -21,6 +21,8 @@ from semel.datasets.dataset import Dataset, Progress
 from semel.history import EventSchema, HistoryStore
 
 CHUNK_ROWS = 100_000
+CATALOGUE_SHARDS = 1
+"""A request reads hundreds of items at once: in one shard they are one gather. A user's shard is for writers."""
 DATASET_FORMAT = 1
 
 
@@ -66,7 +68,7 @@ def _build(dataset: Dataset, path: Path, progress: Progress | None, shards: int)
     users = len(pc.unique(dataset.events["user_id"]))
     began = time.perf_counter()
     version = _fill(path, dataset.events, "user_id", shards, "events", progress)
-    catalogue_version = _fill(path / "catalogue", items, "item_id", shards, "items", progress)
+    catalogue_version = _fill(path / "catalogue", items, "item_id", CATALOGUE_SHARDS, "items", progress)
     seconds = time.perf_counter() - began
     for name, table in (("users", dataset.users), ("impressions", dataset.impressions)):
         if table is not None:
