@@ -50,8 +50,9 @@ def write_files(demo: Demo, facts: dict[str, Any]) -> None:
 def show(demo: Demo, facts: dict[str, Any]) -> None:
     """The closing table, on stdout."""
     stored, served, replay = facts["stored"], facts["served"], facts["replay"]
-    rows = [["stored", f"{output.size(stored['bytes'])} store and pointers", "\n".join(
-        f"{output.size(value)} {name}" for name, value in stored["fat_rows_by_layout"].items())]]
+    fat = {name: value for name, value in stored["fat_rows_by_layout"].items() if "last" in name}
+    rows = [["stored", f"{output.size(stored['bytes'])} store and pointers", "fat rows:\n" + "\n".join(
+        f"{output.size(value)} {name}" for name, value in fat.items())]]
     for kind, figure, name in (("ranking", "ne", "NE"), ("ranking", "auc", "AUC"), ("next_item", "hr@10", "HR@10"),
                                ("next_item", "ndcg@10", "NDCG@10")):
         models = {model: figures[figure] for model, figures in facts["quality"][kind]["models"].items()}
@@ -72,6 +73,9 @@ def show(demo: Demo, facts: dict[str, Any]) -> None:
     table.show_lines = True
     console = output.results()
     console.print(table)
+    if demo.quick:
+        console.print("A sample and a few epochs show that the loop works, not how good the models are: "
+                      "leave out --quick for that.", soft_wrap=True)
     console.print(f"The page with plots: {report_path(demo)}", soft_wrap=True)
 
 
