@@ -13,9 +13,11 @@ def check(folder: Path) -> None:
     assert not missing, f"the demo's JSON lacks {sorted(missing)}"
     assert 0 < result["served"]["p50_ms"] <= result["served"]["p99_ms"], result["served"]
     replay = result["replay"]
-    assert replay["requests"] > 0, replay
-    assert replay["histories_equal"] is True, replay
+    assert replay["histories_equal"] == replay["requests"] > 0, replay
     assert replay["max_difference"] <= 1e-5, replay
+    for task, figure in (("ranking", "ne"), ("next_item", "ndcg@10")):
+        models = result["quality"][task]["models"]
+        assert len(models) >= 3 and all(model[figure]["value"] is not None for model in models.values()), models
     report = next(folder.rglob("report.html"))
     assert report.stat().st_size > 100_000, f"{report} is too small to hold its plots"
     print(f"demo: {result['seconds']:.0f} s, p50 {result['served']['p50_ms']:.1f} ms, "

@@ -113,7 +113,8 @@ def bars(values: Mapping[str, float], caption: str, x: str, texts: Sequence[str]
     """Horizontal bars from top to bottom; ``texts`` stand at their ends; all grey but the ``highlight``, if one."""
     names = list(values)
     data = {
-        "type": "bar", "orientation": "h", "y": names, "x": list(values.values()),
+        "type": "bar", "orientation": "h", "y": [",<br>".join(name.rsplit(", ", 1)) for name in names],  # for a phone
+        "x": list(values.values()),
         "text": list(texts) if texts else None, "textposition": "outside", "cliponaxis": False,
         "textfont": {"color": "var(--ink)", "size": 13},
         "marker": {"color": [series(1 if highlight in (None, name) else 0) for name in names]},
