@@ -33,8 +33,9 @@ class ModelConfig:
     """``kind``: which model. ``dim``: width of an embedding. ``encoder``: of sequence models. ``hidden``: widths of the
     head's layers. ``cross_layers``: of DCNv2. ``history``: whether DCNv2 and DLRM see the pooled history.
     ``unknown_rate``: share of item ids hidden while training, so that the row for unknown items is trained too.
-    ``embedding_dropout``, ``temperature``, ``negatives`` (0: full softmax) and ``popularity`` (negatives drawn in
-    proportion to count ** popularity; 0: uniform): of next-item models."""
+    ``embedding_dropout``, ``similarity`` of a state and an item, divided by ``temperature``, ``negatives`` (0: full
+    softmax) and ``popularity`` (negatives drawn in proportion to count ** popularity; 0: uniform): of next-item
+    models."""
 
     kind: ModelKind = "sequence_ranker"
     dim: int = 64
@@ -45,6 +46,7 @@ class ModelConfig:
     dropout: float = 0.1
     unknown_rate: float = 0.02
     embedding_dropout: float = 0.2
+    similarity: Literal["cosine", "dot"] = "cosine"
     temperature: float = 0.05
     negatives: int = 512
     popularity: float = 0.0

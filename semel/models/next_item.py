@@ -17,8 +17,8 @@ from semel.models.softmax import sample_negatives, softmax_loss
 
 
 class NextItem(nn.Module):
-    """Scores ``cos(state, item) / temperature``, the state being the encoder's at the last event (or a learned start
-    where there is none). Its logits [C, 1] rank candidates like any other model's."""
+    """Scores ``similarity(state, item) / temperature``, the state being the encoder's at the last event (or a learned
+    start where there is none). Its logits [C, 1] rank candidates like any other model's."""
 
     popularity: Tensor
 
@@ -52,14 +52,17 @@ class NextItem(nn.Module):
         return self.encoder(self.dropout(token), None, plans)[0]
 
     def last_state(self, history: JaggedTable) -> Tensor:
-        """[R, dim], normalized."""
+        """[R, dim], ready to be multiplied with ``item_vectors``."""
         states = torch.cat([self.encode(history), self.start[None]])
         last = torch.where(history.lengths > 0, history.offsets[1:] - 1, len(states) - 1)
-        return nn.functional.normalize(states[last], dim=-1)
+        return self._comparable(states[last])
 
     def item_vectors(self, index: Tensor) -> Tensor:
-        """Indices of the item table -> [..., dim], normalized."""
-        return nn.functional.normalize(self.tables.tables[self.tables.features.item](index), dim=-1)
+        """Indices of the item table -> [..., dim]."""
+        return self._comparable(self.tables.tables[self.tables.features.item](index))
+
+    def _comparable(self, vectors: Tensor) -> Tensor:
+        return nn.functional.normalize(vectors, dim=-1) if self.config.similarity == "cosine" else vectors
 
     def forward(self, batch: RequestBatch) -> Tensor:
         """[C, 1]."""
@@ -77,7 +80,7 @@ class NextItem(nn.Module):
         keep = torch.ones(len(item), dtype=torch.bool, device=item.device)
         keep[history.offsets[1:] - 1] = False  # nothing follows a last event
         target = item.roll(-1)[keep]
-        query = nn.functional.normalize(self.encode(history)[keep], dim=-1)
+        query = self._comparable(self.encode(history)[keep])
         known = target > 0  # an item outside the vocabulary cannot be a class
         items = len(self.popularity)
         weights = self.popularity ** self.config.popularity if self.config.popularity else None
