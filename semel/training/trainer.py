@@ -26,7 +26,7 @@ LOG_EVERY = 20
 
 @dataclass(frozen=True)
 class Progress:
-    """Told to ``Trainer(on_progress=...)`` after every step. ``step`` of ``steps``, ``epoch`` of ``epochs`` (from 0);
+    """Told to ``Trainer(on_progress=...)`` every LOG_EVERY steps and at the end of an epoch. ``step`` of ``steps``, ``epoch`` of ``epochs`` (from 0);
     ``samples_per_s``: labelled candidates (ranking) or events (next item) since the last report; ``wait_s``: time the
     loop has waited for data so far; ``validation``: the latest figures, empty before the first."""
 
@@ -47,7 +47,7 @@ class Interrupted(RuntimeError):
 class Trainer:
     """``Trainer(recipe).fit() -> Run``. The same recipe, data and number of threads give the same losses.
 
-    ``on_progress`` is called after each step with a ``Progress``.
+    ``on_progress`` is called now and then with a ``Progress``, in the training thread.
     """
 
     def __init__(self, recipe: Recipe, on_progress: Callable[[Progress], None] | None = None) -> None:
@@ -67,6 +67,7 @@ class Trainer:
         its requests), ``Interrupted`` after ``stop`` or SIGTERM.
         """
         recipe = self.recipe
+        self._stop.clear()
         if resume is not None:
             run = Run.open(resume)
             different = [name for name, value in run.recipe.to_json().items()
