@@ -26,7 +26,9 @@ LOG_EVERY = 20
 
 @dataclass(frozen=True)
 class Progress:
-    """Told to ``Trainer(on_progress=...)`` every LOG_EVERY steps and at the end of an epoch. ``step`` of ``steps``, ``epoch`` of ``epochs`` (from 0);
+    """Told to ``Trainer(on_progress=...)`` every LOG_EVERY steps and at the end of an epoch.
+
+    ``step`` of ``steps``, ``epoch`` of ``epochs`` (from 0);
     ``samples_per_s``: labelled candidates (ranking) or events (next item) since the last report; ``wait_s``: time the
     loop has waited for data so far; ``validation``: the latest figures, empty before the first."""
 
