@@ -112,9 +112,8 @@ def page(demo: Demo) -> Page:
     sample = f" (a sample of {data['users']:,} users)" if demo.quick else ""
     return Page(
         f"MovieLens-1M{sample}, once through the loop",
-        f"{data['events']:,} ratings went in. Two models were trained from pointers, one was served over HTTP, "
-        "and every "
-        f"score that it gave was replayed. It took {(time.perf_counter() - demo.started) / 60:.1f} minutes.",
+        f"{data['events']:,} ratings went in. Two models were trained from pointers, one was served over HTTP, and "
+        f"every score that it gave was replayed. It took {(time.perf_counter() - demo.started) / 60:.1f} minutes.",
         cards, parts,
         {"data": f"{data['name']}, from {data['source']}", "terms": data["licence"], "semel": __version__})
 
@@ -122,19 +121,17 @@ def page(demo: Demo) -> Page:
 def _quality_text(demo: Demo, next_own: dict[str, Any]) -> list[str]:
     epochs = demo.recipe("next").epochs
     return [
-        "Two questions are asked. Ranking: which of the films that a person is about to rate will get 4 or 5 "
-        "stars? Judged on the last tenth of "
-        "the time, which no model has seen. NE is the log loss over that of a guess that only knows the average: "
-        "1 knows "
-        "nothing, less is better. AUC is how often a liked film is scored above one that was not.",
-        "Next item: which of all films comes next? Each person's last film is held out; HR@10 is how often it is among "
-        "the ten that the model puts first, NDCG@10 also counts how far up. All films compete, also those "
+        "Two questions are asked. Ranking: which of the films that a person is about to rate will get 4 or 5 stars? "
+        "Judged on the last tenth of the time, which no model has seen. NE is the log loss over that of a guess that "
+        "only knows the average: 1 knows nothing, less is better. AUC is how often a liked film is scored above one "
+        "that was not.",
+        "Next item: which of all films comes next? Each person's last film is held out; HR@10 is how often it is "
+        "among the ten that the model puts first, NDCG@10 also counts how far up. All films compete, also those "
         "already seen.",
-        "Grey are the things that a model must beat: how popular a film is, how generous the person and how good "
-        "the film are on average, and what people with the "
-        f"same films did next. The models here were trained for minutes (at most {epochs} epochs for the next "
-        "item); what the recipes reach in full is in "
-        "docs/results.md. Whiskers are 95 % intervals over users.",
+        "Grey are the things that a model must beat: how popular a film is, how generous the person and how good the "
+        "film are on average, and what people with the same films did next. The models here were trained for minutes "
+        f"(at most {epochs} epochs for the next item); what the recipes reach in full is in docs/results.md. Whiskers "
+        "are 95 % intervals over users.",
     ]
 
 

@@ -34,12 +34,10 @@ def learning(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
                 f"{title}: {FIGURES[judged]} on validation", "epoch", FIGURES[judged]))
     return Section("Learning", [
         "An epoch is one pass over the training data. The loss on the left is what training pushes down; it is "
-        "measured on the "
-        "very examples that the model learns from, so on its own it proves nothing.",
-        "What counts is on the right: the same model on a later stretch of time that it has not seen. For NE "
-        "less is better, "
-        "for NDCG more. Training keeps the weights of the best point and stops when no better one has come for a "
-        "while.",
+        "measured on the very examples that the model learns from, so on its own it proves nothing.",
+        "What counts is on the right: the same model on a later stretch of time that it has not seen. For NE less is "
+        "better, for NDCG more. Training keeps the weights of the best point and stops when no better one has come "
+        "for a while.",
     ], plots)
 
 
@@ -52,18 +50,15 @@ def stored(facts: Mapping[str, Any]) -> Section:
                         [size(value * 1e6) for value in values.values()], highlight=ours)
     per_user = facts["requests"] / max(1, facts["users"])
     return Section("Stored once", [
-        "A training row usually carries a copy of the user's history. Here a row carries a pointer, a few bytes "
-        "that name the history, "
-        f"and each of the {facts['events']:,} events is stored once ({size(facts['store_bytes'])}); the rows "
-        "themselves take "
-        f"{size(facts['rows_bytes'])}. The grey bars are the same rows with their histories inside, really written as "
-        "compressed Parquet (a sample of them, scaled).",
+        "A training row usually carries a copy of the user's history. Here a row carries a pointer, a few bytes that "
+        f"name the history, and each of the {facts['events']:,} events is stored once ({size(facts['store_bytes'])}); "
+        f"the rows themselves take {size(facts['rows_bytes'])}. The grey bars are the same rows with their histories "
+        "inside, really written as compressed Parquet (a sample of them, scaled).",
         "How much this saves depends on how often a history is copied. A row a request, in order, is the kindest "
-        "case: this data set has only "
-        f"{per_user:.1f} requests a user and short histories, and compression finds what neighbours share. "
-        "A row for each candidate in random order, which is what trainers want to read, is the costly one. Where "
-        "users come back every "
-        "day the copies grow with every visit, and the store only with what is new.",
+        f"case: this data set has only {per_user:.1f} requests a user and short histories, and compression finds what "
+        "neighbours share. A row for each candidate in random order, which is what trainers want to read, is the "
+        "costly one. Where users come back every day the copies grow with every visit, and the store only with what "
+        "is new.",
     ], [Figure(plot.data, plot.layout, plot.caption, plot.height, wide=True)])
 
 
@@ -74,12 +69,11 @@ def histories(lengths: Any, last: int, requests: str) -> Section:
     marks = {f"the model reads {last}": float(last)} if last <= lengths.max(initial=0) else {}
     plot = figures.length_histogram(lengths, f"How long a history is ({requests})", "events in the history", marks)
     return Section("Histories", [
-        "Each bar counts the requests whose history had that many events at the time. The axis is logarithmic, since a "
-        "few users have very long ones; requests without any history have no place on it. "
-        f"The median is {np.median(lengths):,.0f} events, the longest {lengths.max(initial=0):,}.",
+        "Each bar counts the requests whose history had that many events at the time. The axis is logarithmic, since "
+        "a few users have very long ones; requests without any history have no place on it. The median is "
+        f"{np.median(lengths):,.0f} events, the longest {lengths.max(initial=0):,}.",
         f"{empty:.0%} of these requests came from someone who had not rated anything before: the model must do "
-        "without. "
-        f"{longer:.0%} had more events than the last {last} that the model reads; the store skips the rest "
+        f"without. {longer:.0%} had more events than the last {last} that the model reads; the store skips the rest "
         "without reading it.",
     ], [Figure(plot.data, plot.layout, plot.caption, plot.height, wide=True)])
 
@@ -121,9 +115,8 @@ def figures_of_run(evaluation: Mapping[str, Any]) -> Section:
                                          f"{title}: {name} by history length", "events before the request", name))
     return Section("Quality", [
         f"Measured on the {evaluation['split']} data: {evaluation['protocol']}.",
-        "An interval says where the figure would fall 95 times out of 100 if other users had been drawn. Figures "
-        "by history length show "
-        "what a history is worth to the model: it should do better where it knows more.",
+        "An interval says where the figure would fall 95 times out of 100 if other users had been drawn. Figures by "
+        "history length show what a history is worth to the model: it should do better where it knows more.",
     ], plots, Grid(["figure", "value", "95 % interval"], rows))
 
 
@@ -134,11 +127,10 @@ def calibration(reliability: Sequence[Mapping[str, float]], ratio: Mapping[str, 
         {f"{b['low']:.2f} to {b['high']:.2f}": (b["low"] + b["high"]) / 2 for b in reliability},
         [b["weight"] for b in reliability], "How often it predicts what", "predicted probability", "candidates")]
     text = [
-        "When the model says 0.7, do 7 out of 10 people like the film? Each dot gathers candidates with about "
-        "the same prediction; its "
-        "height says how many of them were really liked, its size how many there were. On the dotted line the "
-        "model's numbers can be "
-        "taken at face value; below it the model promises too much, above it too little.",
+        "When the model says 0.7, do 7 out of 10 people like the film? Each dot gathers candidates with about the "
+        "same prediction; its height says how many of them were really liked, its size how many there were. On the "
+        "dotted line the model's numbers can be taken at face value; below it the model promises too much, above it "
+        "too little.",
     ]
     if ratio is not None and ratio.get("value") is not None:
         text.append(f"Over everything the mean prediction is {ratio['value']:.3f} times the mean label (1 is perfect).")
@@ -155,13 +147,12 @@ def latency(milliseconds: Sequence[float], inside: Mapping[str, float], served: 
     plots.append(figures.bars(parts, "Where a request's time goes (medians)", "milliseconds",
                               [f"{value:.1f} ms" for value in parts.values()]))
     return Section("Latency", [
-        f"A real server answered over HTTP, one request after the other, each with {served['candidates']} films "
-        "to score for one "
-        f"person. Half of the answers came within {served['p50_ms']:.1f} ms (p50), 99 of 100 within "
-        f"{served['p99_ms']:.1f} ms (p99), measured by the "
-        "client, so including HTTP and JSON. The machine is the one that this page was made on.",
-        f"An event that is sent is part of the same user's next request: from sending it to an answer that saw it took "
-        f"{served['event_to_seen_ms']:.1f} ms (median), with the event safely on disk in between.",
+        f"A real server answered over HTTP, one request after the other, each with {served['candidates']} films to "
+        f"score for one person. Half of the answers came within {served['p50_ms']:.1f} ms (p50), 99 of 100 within "
+        f"{served['p99_ms']:.1f} ms (p99), measured by the client, so including HTTP and JSON. The machine is the one "
+        "that this page was made on.",
+        "An event that is sent is part of the same user's next request: from sending it to an answer that saw it "
+        f"took {served['event_to_seen_ms']:.1f} ms (median), with the event safely on disk in between.",
     ], plots)
 
 
@@ -177,14 +168,11 @@ def replay(report: Mapping[str, Any]) -> Section:
         ["labelled candidates", f"{report['labelled']:,}"],
     ]
     return Section("Replay", [
-        "Recommenders often learn from data that differ a little from what was served, and nobody can tell where "
-        "the quality went. "
-        "Here every served request left a pointer, a checksum of the history it saw, and its scores. The replay "
-        "follows the pointers "
-        "through the path that training uses and compares.",
+        "Recommenders often learn from data that differ a little from what was served, and nobody can tell where the "
+        "quality went. Here every served request left a pointer, a checksum of the history it saw, and its scores. "
+        "The replay follows the pointers through the path that training uses and compares.",
         "Equal histories mean that training sees exactly what serving saw, also after new events have come in. A "
-        "difference of 0 "
-        "means that the scores are the same to the last bit.",
+        "difference of 0 means that the scores are the same to the last bit.",
     ], [], Grid(["", "measured"], rows))
 
 
