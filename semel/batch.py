@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -209,13 +209,15 @@ class RequestRows:
 
     def __post_init__(self) -> None:
         rows = len(self.request_id)
-        for name, value in {"pointers": self.pointers, "candidates": self.candidates,
-                            "catalogue_version": self.catalogue_version, **self.context}.items():
+        by_request: dict[str, Sized] = {"pointers": self.pointers, "candidates": self.candidates,
+                                        "catalogue_version": self.catalogue_version, **self.context}
+        for name, value in by_request.items():
             if len(value) != rows:
                 raise ValueError(f"RequestRows.{name} has {len(value)} rows, request_id has {rows}")
-        for name, value in {**self.label, **self.label_mask}.items():
-            if len(value) != len(self.candidates.values):
-                raise ValueError(f"label {name!r} has {len(value)} values for {len(self.candidates.values)} candidates")
+        for name, labels in (*self.label.items(), *self.label_mask.items()):
+            if len(labels) != len(self.candidates.values):
+                count = len(self.candidates.values)
+                raise ValueError(f"label {name!r} has {len(labels)} values for {count} candidates")
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -336,10 +338,14 @@ def register_pytrees() -> None:
 
     for cls in (Jagged, JaggedTable, RequestBatch):
         if cls not in _pytree.SUPPORTED_NODES:
-            names = [field.name for field in dataclasses.fields(cls)]
-            _pytree.register_pytree_node(
-                cls,
-                lambda value, names=names: ([getattr(value, name) for name in names], None),
-                lambda children, _, cls=cls: cls(*children),
-                serialized_type_name=f"semel.batch.{cls.__name__}",
-            )
+            _register(_pytree, cls)
+
+
+def _register(pytree: Any, cls: type[Any]) -> None:
+    names = [field.name for field in dataclasses.fields(cls)]
+    pytree.register_pytree_node(
+        cls,
+        lambda value: ([getattr(value, name) for name in names], None),
+        lambda children, _: cls(*children),
+        serialized_type_name=f"semel.batch.{cls.__name__}",
+    )

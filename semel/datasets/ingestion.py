@@ -65,9 +65,10 @@ def ingest(dataset: Dataset, store: Path, progress: Progress | None = None, shar
 
 def _build(dataset: Dataset, path: Path, progress: Progress | None, shards: int) -> IngestReport:
     items = catalogue_of(dataset)
-    users = len(pc.unique(dataset.events["user_id"]))
+    events = events_of(dataset)
+    users = len(pc.unique(events["user_id"]))
     began = time.perf_counter()
-    version = _fill(path, dataset.events, "user_id", shards, "events", progress)
+    version = _fill(path, events, "user_id", shards, "events", progress)
     catalogue_version = _fill(path / "catalogue", items, "item_id", CATALOGUE_SHARDS, "items", progress)
     seconds = time.perf_counter() - began
     for name, table in (("users", dataset.users), ("impressions", dataset.impressions)):
@@ -93,7 +94,8 @@ def _build(dataset: Dataset, path: Path, progress: Progress | None, shards: int)
 def _fill(path: Path, table: pa.Table, key: str, shards: int, what: str, progress: Progress | None) -> int:
     """Creates a store of the table's rows, in their order, and compacts it; the version of the last append."""
     columns = {field.name: field.type for field in table.schema if field.name not in (key, "event_time")}
-    schema = EventSchema(columns, user_id=table.schema.field(key).type, key=key)
+    group = "action" if "action" in columns else None
+    schema = EventSchema(columns, user_id=table.schema.field(key).type, group=group, key=key)
     with HistoryStore.create(path, schema, shards=shards) as store:
         for low in range(0, table.num_rows, CHUNK_ROWS):
             chunk = table.slice(low, CHUNK_ROWS)
@@ -104,6 +106,16 @@ def _fill(path: Path, table: pa.Table, key: str, shards: int, what: str, progres
             progress(f"compact {what}", 0, None)
         store.compact()
         return store.version
+
+
+def events_of(dataset: Dataset) -> pa.Table:
+    """The events with a column ``action``: where a data set has one kind of event only, every row says which, so that a
+    live site may append others beside them."""
+    events = dataset.events
+    if dataset.action is None or "action" in events.column_names:
+        return events
+    codes = pa.array(np.zeros(events.num_rows, dtype=np.int8))
+    return events.append_column("action", pa.DictionaryArray.from_arrays(codes, [dataset.action]))
 
 
 def catalogue_of(dataset: Dataset) -> pa.Table:

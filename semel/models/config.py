@@ -31,7 +31,8 @@ class EncoderConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     """``kind``: which model. ``dim``: width of an embedding. ``encoder``: of sequence models. ``hidden``: widths of the
-    head's layers. ``cross_layers``: of DCNv2. ``history``: whether DCNv2 and DLRM see the pooled history.
+    head's layers. ``warm_start``: item tables begin at a factorization of which items meet within so many events (0: at
+    random). ``cross_layers``: of DCNv2. ``history``: whether DCNv2 and DLRM see the pooled history.
     ``unknown_rate``: share of item ids hidden while training, so that the row for unknown items is trained too.
     ``embedding_dropout``, ``similarity`` of a state and an item, divided by ``temperature``, ``negatives`` (0: full
     softmax) and ``popularity`` (negatives drawn in proportion to count ** popularity; 0: uniform): of next-item
@@ -41,6 +42,7 @@ class ModelConfig:
     dim: int = 64
     encoder: EncoderConfig = EncoderConfig()
     hidden: tuple[int, ...] = (128, 64)
+    warm_start: int = 3
     cross_layers: int = 3
     history: bool = True
     dropout: float = 0.1

@@ -47,6 +47,12 @@ class FeatureTables(nn.Module):
         """Stable item ids -> indices into the item table."""
         return self.encoders[self.features.item](ids)
 
+    def start_items_at(self, vectors: Tensor) -> None:
+        """Set the item table's rows to ``vectors`` [items, dim]; the row of unknown items stays."""
+        table = self.tables[self.features.item].weight
+        with torch.no_grad():
+            table[1:] = vectors
+
     def embed(self, feature: Feature, value: Tensor | Jagged) -> Tensor:
         name = self.features.item if feature.name == ITEM else feature.name
         encoder, table = self.encoders[name], self.tables[name]

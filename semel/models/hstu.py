@@ -38,10 +38,10 @@ class HSTULayer(nn.Module):
         inner = config.heads * config.head_dim
         self.norm = nn.LayerNorm(config.dim)
         self.uvqk = nn.Linear(config.dim, 4 * inner, bias=False)
-        self.out_norm = nn.LayerNorm(inner, elementwise_affine=False)
+        self.out_norm = nn.LayerNorm(inner, elementwise_affine=False, eps=1e-6)
         self.out = nn.Linear(inner, config.dim)
         self.dropout = nn.Dropout(config.dropout)
-        self.position_bias = nn.Parameter(torch.zeros(config.positions))
+        self.position_bias = nn.Parameter(torch.ones(config.positions))
         self.time_bias = nn.Parameter(torch.zeros(TIME_BUCKETS)) if config.time else None
         nn.init.normal_(self.uvqk.weight, std=0.02)
         nn.init.xavier_uniform_(self.out.weight)

@@ -39,21 +39,29 @@ class NextItem(nn.Module):
         items = len(encoders[features.item])  # type: ignore[arg-type]
         self.register_buffer("popularity", torch.ones(items) if counts is None else counts)
 
-    def encode(self, history: JaggedTable) -> Tensor:
-        """Histories of T events -> states [T, dim]; a state has seen its own event and what came before."""
+    def encode(self, history: JaggedTable, as_of: Tensor | None = None) -> Tensor:
+        """Histories of T events -> states [T, dim]; a state has seen its own event and what came before.
+
+        Each state is asked at the time of the event after it, the last of each history at ``as_of`` [R] (its own time
+        if None): when a request comes is known when it is answered.
+        """
         features = self.tables.features.history
         token = sum(self.tables.embed(feature, history.columns[feature.name]) for feature in features)
         assert isinstance(token, Tensor)
-        lengths = history.lengths
-        start = torch.repeat_interleave(history.offsets[:-1], lengths, output_size=len(token))
+        lengths, offsets, time = history.lengths, history.offsets, history.columns["event_time"]
+        start = torch.repeat_interleave(offsets[:-1], lengths, output_size=len(token))
         steps = torch.arange(len(token), device=token.device) - start
         token = token * self.config.dim ** 0.5 + self.position(steps.clamp(max=self.position.num_embeddings - 1))
-        plans = Plans.of(self.encoder.config, history.offsets, history.columns["event_time"], None, None)
+        asked = time.roll(-1)
+        some = lengths > 0
+        last = offsets[1:][some] - 1
+        asked[last] = time[last] if as_of is None else as_of[some]
+        plans = Plans.of(self.encoder.config, offsets, time, query_time=asked)
         return self.encoder(self.dropout(token), None, plans)[0]
 
-    def last_state(self, history: JaggedTable) -> Tensor:
+    def last_state(self, history: JaggedTable, as_of: Tensor) -> Tensor:
         """[R, dim], ready to be multiplied with ``item_vectors``."""
-        states = torch.cat([self.encode(history), self.start[None]])
+        states = torch.cat([self.encode(history, as_of), self.start[None]])
         last = torch.where(history.lengths > 0, history.offsets[1:] - 1, len(states) - 1)
         return self._comparable(states[last])
 
@@ -66,13 +74,14 @@ class NextItem(nn.Module):
 
     def forward(self, batch: RequestBatch) -> Tensor:
         """[C, 1]."""
-        state = self.last_state(batch.request["history"])[batch.candidate_to_request()]
+        state = self.last_state(batch.request["history"], batch.request["as_of"])[batch.candidate_to_request()]
         vectors = self.item_vectors(self.tables.items(batch.candidate[ITEM]))
         return (state * vectors).sum(-1, keepdim=True) / self.config.temperature
 
-    def score_items(self, history: JaggedTable, item_ids: Tensor) -> Tensor:
-        """Every history against the same items: ``item_ids`` [I] stable ids -> [R, I]."""
-        return self.last_state(history) @ self.item_vectors(self.tables.items(item_ids)).T / self.config.temperature
+    def score_items(self, batch: RequestBatch, item_ids: Tensor) -> Tensor:
+        """Every request's history against the same items: ``item_ids`` [I] stable ids -> [R, I]."""
+        state = self.last_state(batch.request["history"], batch.request["as_of"])
+        return state @ self.item_vectors(self.tables.items(item_ids)).T / self.config.temperature
 
     def loss(self, history: JaggedTable, generator: torch.Generator) -> Tensor:
         """Mean over all events but the first of each history: the softmax loss of predicting it from those before."""

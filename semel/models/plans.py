@@ -19,12 +19,17 @@ class Plans:
 
     @classmethod
     def of(cls, config: EncoderConfig, history_offsets: Tensor, history_time: Tensor,
-           candidate_offsets: Tensor | None, candidate_time: Tensor | None) -> Plans:
-        """``history_offsets`` [R + 1], ``history_time`` [T] microseconds; the same for candidates, or None."""
+           candidate_offsets: Tensor | None = None, candidate_time: Tensor | None = None,
+           query_time: Tensor | None = None) -> Plans:
+        """``history_offsets`` [R + 1], ``history_time`` [T] microseconds; the same for candidates, or None.
+
+        ``query_time`` [T]: the moment at which each event's state is asked for something, its own time if None.
+        """
         use_time = config.time and config.kind == "hstu"
         past = history_time if use_time else None
+        asked = past if query_time is None or not use_time else query_time
         history = plan_attention(history_offsets, history_offsets, causal=True, positions=config.positions,
-                                 query_time=past, key_time=past)
+                                 query_time=asked, key_time=past)
         if candidate_offsets is None:
             return cls(history, None)
         candidate = plan_attention(

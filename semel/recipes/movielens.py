@@ -18,17 +18,21 @@ RANK_FEATURES = FeatureSpec(
 
 
 def ml1m_rank() -> Recipe:
-    """HSTU over the last 100 ratings, candidates attending to them; will the user like (rate 4 or 5) each film?"""
+    """HSTU over the last 100 ratings, candidates attending to them; will the user like (rate 4 or 5) each film?
+
+    Newcomers rate hundreds of films in one sitting: a new request begins after 50 of them, so that the later ones are
+    asked with the earlier ones as history (half of all labels would otherwise have none).
+    """
     return Recipe(
         name="ml1m_rank",
         features=RANK_FEATURES,
         model=ModelConfig(kind="sequence_ranker", dim=32,
-                          encoder=EncoderConfig(dim=64, layers=2, heads=2, head_dim=32, dropout=0.1, positions=101)),
-        examples=ExampleConfig(),
-        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.01),
-        epochs=6,
+                          encoder=EncoderConfig(dim=64, layers=1, heads=2, head_dim=32, dropout=0.1, positions=101)),
+        examples=ExampleConfig(name="sittings", max_candidates=50),
+        optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.01, schedule="linear"),
+        epochs=4,
         batch=64,
-        patience=1,
+        patience=2,
     )
 
 
@@ -58,18 +62,25 @@ def ml1m_rank_dlrm() -> Recipe:
 
 
 def ml1m_next() -> Recipe:
-    """HSTU that predicts the next film, for the published leave-one-out protocol."""
+    """HSTU that predicts the next film among all, for the published leave-one-out protocol."""
     return Recipe(
         name="ml1m_next",
         features=FeatureSpec(history=(Feature("item_id"),), tasks=(Task("next"),), history_last=200),
-        model=ModelConfig(kind="next_item", dim=64, negatives=512,
-                          encoder=EncoderConfig(dim=64, layers=2, heads=2, head_dim=32, positions=201)),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-        epochs=100,
-        batch=128,
-        patience=10,
-        validate_every=2,
+        model=ModelConfig(kind="next_item", dim=64, similarity="dot", temperature=1.0, negatives=0,
+                          encoder=EncoderConfig(dim=64, layers=2, heads=1, head_dim=64, positions=201)),
+        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="linear"),
+        epochs=64,
+        batch=32,
+        patience=5,
+        validate_every=4,
     )
+
+
+def ml1m_next_sampled() -> Recipe:
+    """The same with 512 shared negatives drawn by popularity: half the time an epoch, a little less quality."""
+    recipe = ml1m_next()
+    model = replace(recipe.model, negatives=512, popularity=0.75)
+    return replace(recipe, name="ml1m_next_sampled", model=model)
 
 
 def ml1m_next_sasrec() -> Recipe:

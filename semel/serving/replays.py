@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,29 +119,38 @@ class _Again:
         self.max_difference = self.max_scaled = 0.0
 
     def run(self, store: Any, catalogue: Any, progress: Callable[[int, int], None] | None) -> None:
-        from semel.examples import materialize
+        def path_of(members: np.ndarray) -> str:
+            return self._column["path"][members[0]]
 
         done = 0
-        for members in self._batches():
-            if len(members) != self._column["batch_requests"][members[0]]:
-                self.incomplete += len(members)
-            device = self._column["device"][members[0]]
-            if device != "cpu":
-                raise ValueError(f"exposures were scored on {device!r}; this version replays on 'cpu'")
-            batch = materialize(self._rows.select(members), store, catalogue, self._artifact.features, checksum=True)
-            with on_path(self._column["path"][members[0]]):
-                scores = score(self._artifact, batch).ranked_by
-            checksums = batch.request["history_checksum"].numpy().view(np.uint64)
-            status = batch.request["history"].status
-            start = 0
-            for place, row in enumerate(members):
-                now = 0 if status is None else int(status[place])
-                stop = start + int(self._rows.candidates.offsets[row + 1] - self._rows.candidates.offsets[row])
-                self._compare(row, checksums[place], now, scores[start:stop])
-                start = stop
-            done += len(members)
-            if progress is not None:
-                progress(done, len(self._rows))
+        # By path: to change the number of threads costs more than to score a batch.
+        for path, batches in groupby(sorted(self._batches(), key=path_of), key=path_of):
+            with on_path(path):
+                for members in batches:
+                    self._one(members, store, catalogue)
+                    done += len(members)
+                    if progress is not None:
+                        progress(done, len(self._rows))
+
+    def _one(self, members: np.ndarray, store: Any, catalogue: Any) -> None:
+        """One logged batch: its rows, materialized and scored again together."""
+        from semel.examples import materialize
+
+        if len(members) != self._column["batch_requests"][members[0]]:
+            self.incomplete += len(members)
+        device = self._column["device"][members[0]]
+        if device != "cpu":
+            raise ValueError(f"exposures were scored on {device!r}; this version replays on 'cpu'")
+        batch = materialize(self._rows.select(members), store, catalogue, self._artifact.features, checksum=True)
+        scores = score(self._artifact, batch).ranked_by
+        checksums = batch.request["history_checksum"].numpy().view(np.uint64)
+        status = batch.request["history"].status
+        start = 0
+        for place, row in enumerate(members):
+            now = 0 if status is None else int(status[place])
+            stop = start + int(self._rows.candidates.offsets[row + 1] - self._rows.candidates.offsets[row])
+            self._compare(row, checksums[place], now, scores[start:stop])
+            start = stop
 
     def _batches(self) -> Iterator[np.ndarray]:
         """Rows of one logged batch together, in their order in it."""

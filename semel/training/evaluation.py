@@ -24,7 +24,7 @@ from semel.examples import RequestLoader, SequenceSet, history_tensors, leave_on
 from semel.features import FeatureSpec, Task, stable_id
 from semel.history import HistoryStore, Projection
 from semel.metrics import Interval
-from semel.models import NextItem, load_model
+from semel.models import load_model
 from semel.training.run import Run
 from semel.training.sequences import last_events
 
@@ -284,7 +284,7 @@ def rank_next(model: Any, history: JaggedTable, target: np.ndarray, item_ids: np
             batch = RequestBatch(some.astype(str), {
                 "history": table, "user_id": torch.from_numpy(user[some]), "as_of": torch.from_numpy(as_of[some]),
             }, {"item_id": nothing[:0]}, nothing)
-            ranks[some] = _ranks(_score_items(model, batch, ids), target[some], item_ids)
+            ranks[some] = _ranks(model.score_items(batch, ids).float().numpy(), target[some], item_ids)
             if on_progress is not None:
                 on_progress("ranking the next item", int(some[-1]) + 1, len(target))
     return ranks
@@ -422,16 +422,10 @@ def _catalogue_scores(model: Any, rows: RequestRows, item_ids: np.ndarray, ids: 
     if hasattr(model, "score_items"):
         nothing = Jagged(rows.candidates.values[:0], np.zeros(count + 1, np.int64))
         batch = materialize(_with_candidates(rows, nothing), store, catalogue, features)
-        return _score_items(model, batch, torch.from_numpy(ids))
+        return model.score_items(batch, torch.from_numpy(ids)).float().numpy()
     everything = Jagged(np.tile(item_ids, count), offsets_of(np.full(count, len(item_ids))))
     logits = model(materialize(_with_candidates(rows, everything), store, catalogue, features))
     return (logits if logits.ndim == 1 else logits[:, 0]).float().numpy().reshape(count, len(item_ids))
-
-
-def _score_items(model: Any, batch: RequestBatch, item_ids: torch.Tensor) -> np.ndarray:
-    """[R, I]. A next-item model needs the histories alone."""
-    scores = model.score_items(batch.request["history"] if isinstance(model, NextItem) else batch, item_ids)
-    return scores.float().numpy()
 
 
 def _with_candidates(rows: RequestRows, candidates: Jagged) -> RequestRows:

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from semel.batch import JaggedTable, RequestBatch
-from semel.examples import RequestLoader, build_examples, history_tensors, leave_one_out
+from semel.examples import RequestLoader, build_examples, history_tensors, leave_one_out, sequences_before
+from semel.features import Feature, FeatureSpec
 from semel.history import HistoryStore
 from semel.metrics import AUC, NormalizedEntropy, Ranking, ranks_of_targets
 from semel.models import Model, NextItem, make_model, ranking_loss
 from semel.training.recipe import Recipe
 from semel.training.sequences import SequenceLoader
 from semel.training.statistics import FeatureStatistics, request_statistics
+from semel.training.warm_start import co_occurrence_embeddings
 
 
 class Loader(Protocol):
@@ -67,6 +69,7 @@ class RankingObjective:
             if not examples.counts[split]["requests"]:
                 raise ValueError(f"the {split} split of {recipe.store} has no requests; give it a larger fraction "
                                  f"(examples.{split}_fraction) or more events")
+        self._validation_begins = examples.boundaries["validation"]
         common: dict[str, Any] = {"features": recipe.features, "catalogue": self.catalogue, "seed": recipe.seed}
         self.loader: Loader = RequestLoader(examples.paths["train"], self.store, batch_requests=recipe.batch, **common)
         self._validation = RequestLoader(examples.paths["validation"], self.store, batch_requests=256, shuffle=False,
@@ -81,7 +84,12 @@ class RankingObjective:
                                            **common))
 
     def make_model(self) -> Model:
-        return make_model(self.recipe.model, self.recipe.features, self._statistics().encoders())
+        model = make_model(self.recipe.model, self.recipe.features, self._statistics().encoders())
+        features = self.recipe.features
+        before = sequences_before(self.store, self._validation_begins, (features.item,))
+        spec = FeatureSpec((Feature(features.item),), item=features.item)
+        _warm_start(model, self.recipe, history_tensors(before.histories, spec))
+        return model
 
     def loss(self, model: Any, batch: RequestBatch, generator: torch.Generator) -> Tensor:
         return ranking_loss(model(batch), batch, self.recipe.features.tasks)
@@ -121,7 +129,8 @@ class NextItemObjective:
         self._train = history_tensors(sequences.train(), recipe.features)
         before, target = sequences.validation()
         self._before = history_tensors(before, recipe.features)
-        self._target = history_tensors(target, recipe.features).columns[recipe.features.item]
+        held_out = history_tensors(target, recipe.features)
+        self._target, self._asked = held_out.columns[recipe.features.item], held_out.columns["event_time"]
         self.loader: Loader = SequenceLoader(self._train, batch=recipe.batch, last=recipe.features.history_last,
                                              seed=recipe.seed)
 
@@ -132,7 +141,9 @@ class NextItemObjective:
         vocabulary = encoders[self.recipe.features.item]
         index = vocabulary(self._train.columns[self.recipe.features.item])
         counts = torch.bincount(index, minlength=len(vocabulary) + 1)[1:].float()  # type: ignore[arg-type]
-        return NextItem(self.recipe.model, self.recipe.features, encoders, counts)
+        model = NextItem(self.recipe.model, self.recipe.features, encoders, counts)
+        _warm_start(model, self.recipe, self._train)
+        return model
 
     def loss(self, model: Any, batch: JaggedTable, generator: torch.Generator) -> Tensor:
         return model.loss(batch, generator)
@@ -148,7 +159,9 @@ class NextItemObjective:
             users = np.arange(start, min(start + self._USERS, len(self._before)))
             index = vocabulary(self._target[start : start + self._USERS])
             known = index > 0
-            scores = model.score_items(loader.take(users), vocabulary.ids)
+            request = {"history": loader.take(users), "as_of": self._asked[start : start + self._USERS]}
+            nobody = torch.zeros(len(users) + 1, dtype=torch.int64)
+            scores = model.score_items(RequestBatch(users, request, {}, nobody), vocabulary.ids)
             ranks = ranks_of_targets(scores[known].numpy(), (index[known] - 1).numpy())
             # A target that training never saw cannot be ranked: it counts as a miss, not as a smaller test.
             missed = np.full(int((~known).sum()), scores.shape[1])
@@ -159,6 +172,17 @@ class NextItemObjective:
         self.store.close()
         if self.catalogue is not None:
             self.catalogue.close()
+
+
+def _warm_start(model: Model, recipe: Recipe, histories: JaggedTable) -> None:
+    """Begin the item table at what the training histories say of which items go together."""
+    if not recipe.model.warm_start:
+        return
+    vocabulary = model.tables.encoders[recipe.features.item]
+    index = vocabulary(histories.columns[recipe.features.item])
+    model.tables.start_items_at(co_occurrence_embeddings(
+        index, histories.offsets, len(vocabulary), recipe.model.dim,  # type: ignore[arg-type]
+        recipe.model.warm_start, recipe.seed))
 
 
 def open_stores(store: str) -> tuple[HistoryStore, HistoryStore | None]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from model_batches import FEATURES, config, encoders, make_batch
 
+from semel.batch import JaggedTable, RequestBatch
 from semel.models import load_model, make_model, ranking_loss, save_model
 
 KINDS = [("sequence_ranker", "hstu"), ("sequence_ranker", "transformer"), ("dcnv2", "hstu"), ("dlrm", "hstu")]
@@ -88,15 +89,13 @@ def test_next_item_scores_items_as_it_scores_candidates():
     batch = make_batch([5, 0, 20], [3, 3, 3])
     ids = torch.tensor([4, 7, 1000])
     batch.candidate["item_id"] = ids.repeat(3)
-    everything = model.score_items(batch.request["history"], ids)
+    everything = model.score_items(batch, ids)
     torch.testing.assert_close(model(batch).view(3, 3), everything)
     assert torch.isfinite(everything).all()
 
 
 def test_next_item_learns_a_cycle():
     torch.manual_seed(0)
-    from semel.batch import JaggedTable
-
     model = build("next_item")
     items = (torch.arange(60) % 6 + 1).repeat(4)
     offsets = torch.arange(0, 241, 60)
@@ -110,5 +109,7 @@ def test_next_item_learns_a_cycle():
         loss.backward()
         optimizer.step()
     model.eval()
-    best = model.score_items(history, torch.arange(1, 40)).argmax(1) + 1
+    request = RequestBatch(torch.arange(4), {"history": history, "as_of": torch.full((4,), 61 * 10**6)}, {},
+                           torch.zeros(5, dtype=torch.int64))
+    best = model.score_items(request, torch.arange(1, 40)).argmax(1) + 1
     assert best.tolist() == [1, 1, 1, 1]  # 60 = 10 cycles, so 1 comes next
