@@ -49,9 +49,8 @@ class FeatureTables(nn.Module):
 
     def start_items_at(self, vectors: Tensor) -> None:
         """Set the item table's rows to ``vectors`` [items, dim]; the row of unknown items stays."""
-        table = self.tables[self.features.item].weight
         with torch.no_grad():
-            table[1:] = vectors
+            self.tables[self.features.item].get_parameter("weight")[1:] = vectors
 
     def embed(self, feature: Feature, value: Tensor | Jagged) -> Tensor:
         name = self.features.item if feature.name == ITEM else feature.name

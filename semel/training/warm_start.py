@@ -36,7 +36,8 @@ def co_occurrence_embeddings(item: Tensor, offsets: Tensor, items: int, dim: int
     value = (value + np.log(count * times.sum() / (times[column] * context[row]))) / 2
     keep = value > 0
     index = torch.from_numpy(np.stack([row[keep], column[keep]]))
-    information = torch.sparse_coo_tensor(index, torch.from_numpy(value[keep]).float(), (items, items)).coalesce()
+    information = torch.sparse_coo_tensor(index, torch.from_numpy(value[keep]).float(), (items, items),
+                                          check_invariants=False).coalesce()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         u, s, _ = torch.svd_lowrank(information, q=min(items, dim + 16), niter=3)
