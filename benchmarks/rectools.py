@@ -9,12 +9,12 @@ RecTools needs numpy below 2, so it lives in an environment of its own:
 Split: users with at least 3 events, in stable order; the last event tests, the one before it is known when ranking but
 not trained on (Semel validates on it), so both sides train on the same events. The catalogue is every item of the
 training events, items already met are not removed, a target that training never saw is a miss for both. Both sides:
-dimension 64, 2 blocks, 2 heads, the last 100 events, softmax over all items, seed 0, the same number of threads and of
-epochs; RecTools with its default batch of 128 users, Semel with its recipe's (``movies_next``: 32, items started at
-what goes together, each next item asked at its own time). They run in turn, ``--rounds`` times; an epoch's seconds are
-the median distance between the ends of two epochs (no data preparation, no validation, not the first epoch), on the
-clock and in CPU time, which a busy machine does not stretch as much. Popularity and item neighbours are there to be
-beaten.
+dimension 64, 2 blocks, 2 heads, the last 100 events, seed 0, the same number of threads and of epochs; RecTools with
+its default batch of 128 users and softmax loss, Semel with its recipe's (``movies_next``: 32 users, 512 shared
+negatives, items started at what goes together, each next item asked at its own time). They run in turn, ``--rounds``
+times; an epoch's seconds are the median distance between the ends of two epochs (no data preparation, no validation,
+not the first epoch), on the clock and in CPU time, which a busy machine does not stretch as much. Popularity and item
+neighbours are there to be beaten.
 """
 
 from __future__ import annotations

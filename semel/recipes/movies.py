@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from semel.features import Feature, FeatureSpec, Task
-from semel.recipes.movielens import ml1m_next, ml1m_rank
+from semel.recipes.movielens import ml1m_next_sampled, ml1m_rank
 from semel.training.recipe import Recipe
 
 
@@ -18,8 +18,8 @@ def movies_rank() -> Recipe:
 
 
 def movies_next() -> Recipe:
-    """The next film for small data: the last 100 events, 30 epochs of small batches."""
-    recipe = ml1m_next()
+    """The next film for small data: the last 100 events, 512 shared negatives, 30 epochs of small batches."""
+    recipe = ml1m_next_sampled()
     model = replace(recipe.model, encoder=replace(recipe.model.encoder, heads=2, head_dim=32, positions=101))
     return replace(recipe, name="movies_next", features=replace(recipe.features, history_last=100), model=model,
                    optimizer=replace(recipe.optimizer, warmup_steps=20, schedule="constant"), epochs=30,

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -132,13 +133,23 @@ class Predictor:
                           {name: round(1e3 * seconds, 3) for name, seconds in timings.items()})
 
     def warm_up(self) -> None:
-        """Score a made-up request, unlogged, so that the first real one does not pay for lazy set-up."""
+        """Score a made-up request, unlogged, so that the first real one does not pay for set-up and compilation."""
+        from semel.serving.warming import twin
+
         user = check_id("-" if self._string_users else 0, "user_id", self._string_users)
         items = check_candidates([f"-{n}" for n in range(64)] if self._string_items else list(range(-64, 0)),
                                  self._string_items, self.max_candidates + 64)
         for _ in range(2):
             batch, *_ = self._materialize("warm-up", user, items, {}, self.clock.now())
             self._score("warm-up", batch)
+        with TemporaryDirectory() as folder, ExitStack() as opened:
+            store = opened.enter_context(twin(self.store, Path(folder) / "events", user))
+            catalogue = None
+            if self.catalogue is not None:
+                catalogue = opened.enter_context(twin(self.catalogue, Path(folder) / "items", items[0]))
+            live = Predictor(self.artifact, store, catalogue, max_candidates=self.max_candidates)
+            batch, *_ = live._materialize("warm-up", user, items, {}, self.clock.now())
+            live._score("warm-up", batch)
 
     @property
     def pending_exposures(self) -> int:

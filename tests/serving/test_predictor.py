@@ -186,3 +186,11 @@ def test_a_reader_sees_what_another_process_appends(tmp_path):
         after = reader.rank(900, [1, 2])
     assert after.pointer.version == before.pointer.version + 1
     assert before.results != after.results
+
+
+def test_warming_up_leaves_no_trace(predictor):
+    before = predictor.store.version, predictor.catalogue.version
+    predictor.warm_up()
+    assert (predictor.store.version, predictor.catalogue.version) == before
+    assert predictor.pending_exposures == 0 and predictor.flush(5)
+    assert not len(predictor._log.read())
