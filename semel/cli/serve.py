@@ -18,7 +18,7 @@ def serve(
     max_candidates: Annotated[int, typer.Option(min=1, help="Most candidates of a request.")] = 2000,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered 503.")] = 64,
     workers: Annotated[int, typer.Option(min=1, help="Requests that are scored at the same time.")] = 1,
-    threads: Annotated[int, typer.Option(min=1, help="Torch threads of each worker.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of each worker.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Say where it listens as one JSON line.")] = False,
 ) -> None:
     """Answer requests over HTTP until SIGTERM or Ctrl-C, then finish what was accepted."""

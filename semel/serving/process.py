@@ -20,7 +20,7 @@ GRACE_SECONDS = 30
 
 def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port: int = 8080, *,
                token: str | None = None, max_candidates: int = 2000, queue: int = 64, workers: int = 1,
-               threads: int = 2, body_limit: int = 1 << 20, ready: Callable[[str], None] | None = None) -> None:
+               threads: int = 1, body_limit: int = 1 << 20, ready: Callable[[str], None] | None = None) -> None:
     """Serve ``run`` over ``store`` until SIGTERM or SIGINT, then finish what was accepted, write the exposures and
     return.
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from semel.training import Recipe
 
 RECIPES = {"rank": "ml1m_rank", "next": "ml1m_next"}
-FIELDS: dict[str, dict[str, Any]] = {"rank": {"epochs": 3}, "next": {"epochs": 6, "validate_every": 2}}
+FIELDS: dict[str, dict[str, Any]] = {
+    "rank": {"epochs": 3},
+    "next": {"epochs": 6, "validate_every": 2, "optimizer.learning_rate": 0.003},
+}
 """What differs from the recipes, so that the whole demo takes minutes; docs/results.md has what they reach in full."""
 QUICK_FIELDS: dict[str, dict[str, Any]] = {
     "rank": {"epochs": 3, "batch": 16, "optimizer.warmup_steps": 20},
