@@ -60,6 +60,8 @@ def read_events(path: Path, columns: EventColumns = EventColumns()) -> Tables:
     for name in keys:
         if name not in raw.column_names:
             raise ValueError(missing_column(str(events_path), name, raw.column_names))
+    if not raw.num_rows:  # before types are looked at: those of no rows mean nothing
+        raise ValueError(f"{events_path}: no events in it")
     where = str(events_path)
     out: dict[str, Any] = {
         "user_id": _ids(raw[columns.user_id], columns.user_id, where),

@@ -79,13 +79,12 @@ class RankingObjective:
             raise ValueError(f"recipe {recipe.name!r} has no binary task to validate by")
         self._judged = binary[0]
         self._column = [task.name for task in recipe.features.tasks].index(self._judged)
-        self._statistics: Any = lambda: request_statistics(
-            recipe.features, RequestLoader(examples.paths["train"], self.store, batch_requests=256, shuffle=False,
-                                           **common))
+        self._first_pass = RequestLoader(examples.paths["train"], self.store, batch_requests=256, shuffle=False,
+                                         **common)
 
     def make_model(self) -> Model:
-        model = make_model(self.recipe.model, self.recipe.features, self._statistics().encoders())
         features = self.recipe.features
+        model = make_model(self.recipe.model, features, request_statistics(features, self._first_pass).encoders())
         before = sequences_before(self.store, self._validation_begins, (features.item,))
         spec = FeatureSpec((Feature(features.item),), item=features.item)
         _warm_start(model, self.recipe, history_tensors(before.histories, spec))

@@ -134,3 +134,10 @@ def test_parquet_keeps_every_event_in_order(tmp_path_factory, events):
         return
     pq.write_table(table, path)
     assert read(path).events.equals(table)
+
+
+def test_a_header_without_rows_is_said_to_hold_no_events(tmp_path):
+    file = tmp_path / "events.csv"
+    file.write_text("user_id,item_id,event_time\n")
+    with pytest.raises(ValueError, match="no events in it"):
+        read(file, columns=EventColumns(unit="s"))
