@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from semel.models import reference
-from semel.models.attention import TIME_BUCKETS, jagged_attention, plan_attention, time_bucket
+from semel.models.attention import AttentionPlan, jagged_attention
 from semel.models.softmax import sample_negatives, softmax_loss
+from semel.models.time_bias import TIME_BUCKETS, time_bucket
 
 ROWS, LONGEST, HEADS, WIDTH = 128, 200, 2, 32
 
@@ -79,7 +80,7 @@ def run(rounds: int) -> dict[str, dict[str, float]]:
     when = torch.randint(0, 10**14, (tokens,), generator=g)
 
     def fast() -> Tensor:
-        plan = plan_attention(offsets, offsets, causal=True, positions=LONGEST, query_time=when, key_time=when)
+        plan = AttentionPlan(offsets, offsets, causal=True, positions=LONGEST, query_time=when, key_time=when)
         return jagged_attention(q, k, v, plan, weighting="silu", scale=1.0, norm=LONGEST, position_bias=position_bias,
                                 time_bias=time_bias)
 

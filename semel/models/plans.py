@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from semel.models.attention import AttentionPlan, plan_attention
+from semel.models.attention import AttentionPlan
 from semel.models.config import EncoderConfig
 
 
@@ -28,11 +28,11 @@ class Plans:
         use_time = config.time and config.kind == "hstu"
         past = history_time if use_time else None
         asked = past if query_time is None or not use_time else query_time
-        history = plan_attention(history_offsets, history_offsets, causal=True, positions=config.positions,
+        history = AttentionPlan(history_offsets, history_offsets, causal=True, positions=config.positions,
                                  query_time=asked, key_time=past)
         if candidate_offsets is None:
             return cls(history, None)
-        candidate = plan_attention(
+        candidate = AttentionPlan(
             candidate_offsets, history_offsets, causal=False, positions=config.positions,
             query_time=candidate_time if use_time else None, key_time=past,
         )

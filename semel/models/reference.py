@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from semel.models.attention import Weighting, time_bucket
+from semel.models.attention import Weighting
+from semel.models.time_bias import time_bucket
 
 
 def jagged_attention(

@@ -5,9 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semel.models import attention, reference
+from semel.models import attention, attention_chunks, reference, time_bias
 
 TOLERANCE = 1e-10  # float64
+
+
+def by_chunks(q, k, v, plan, *, weighting, scale, norm=1.0, position_bias=None, time_bias=None, own_k=None, own_v=None):
+    """What devices other than a CPU run."""
+    inputs = [q.new_empty(0) if x is None else x for x in (own_k, own_v, position_bias, time_bias)]
+    return attention_chunks.ChunksAttention.apply(q, k, v, *inputs, plan.chunks, weighting, scale, norm)
+
+
+ways = pytest.mark.parametrize("attend", [attention.jagged_attention, by_chunks], ids=["rows", "chunks"])
 
 
 def offsets(lengths):
@@ -21,10 +30,11 @@ def draw(generator, *shape):
 lengths = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
+@ways
 @settings(max_examples=60, deadline=None)
 @given(queries=lengths, keys=lengths, causal=st.booleans(), weighting=st.sampled_from(["silu", "softmax"]),
        own=st.booleans(), bias=st.booleans(), chunk=st.sampled_from([1, 30, 1 << 18]), seed=st.integers(0, 99))
-def test_equals_the_plain_form(queries, keys, causal, weighting, own, bias, chunk, seed):
+def test_equals_the_plain_form(attend, queries, keys, causal, weighting, own, bias, chunk, seed):
     rows = min(len(queries), len(keys))
     query_offsets = offsets(queries[:rows])
     key_offsets = query_offsets if causal else offsets(keys[:rows])
@@ -35,16 +45,16 @@ def test_equals_the_plain_form(queries, keys, causal, weighting, own, bias, chun
     g = torch.Generator().manual_seed(seed)
     t, s = int(query_offsets[-1]), int(key_offsets[-1])
     q, k, v = draw(g, t, 2, 3), draw(g, s, 2, 3), draw(g, s, 2, 3)
-    biases = {"position_bias": draw(g, 5), "time_bias": draw(g, attention.TIME_BUCKETS)} if bias else {}
+    biases = {"position_bias": draw(g, 5), "time_bias": draw(g, time_bias.TIME_BUCKETS)} if bias else {}
     own_tokens = {"own_k": draw(g, t, 2, 3), "own_v": draw(g, t, 2, 3)} if own and not causal else {}
     query_time = torch.randint(0, 10**13, (t,), generator=g)
     key_time = query_time if causal else torch.randint(0, 10**13, (s,), generator=g)
     times = {"query_time": query_time, "key_time": key_time}
     how = {"weighting": weighting, "scale": 0.7, "norm": 3.0}
-    saved, attention.CHUNK_SCORES = attention.CHUNK_SCORES, chunk
+    saved, attention_chunks.CHUNK_SCORES = attention_chunks.CHUNK_SCORES, chunk
     try:
-        plan = attention.plan_attention(query_offsets, key_offsets, causal=causal, positions=5 if bias else 0, **times)
-        fast = attention.jagged_attention(q, k, v, plan, **how, **biases, **own_tokens)
+        plan = attention.AttentionPlan(query_offsets, key_offsets, causal=causal, positions=5 if bias else 0, **times)
+        fast = attend(q, k, v, plan, **how, **biases, **own_tokens)
         plain = reference.jagged_attention(q, k, v, query_offsets, key_offsets, causal=causal, **how, **times, **biases,
                                            **own_tokens)
         assert fast.shape == plain.shape
@@ -59,16 +69,17 @@ def test_equals_the_plain_form(queries, keys, causal, weighting, own, bias, chun
                 torch.testing.assert_close(zero if a is None else a, torch.zeros_like(a) if b is None else b,
                                            atol=TOLERANCE, rtol=0)
     finally:
-        attention.CHUNK_SCORES = saved
+        attention_chunks.CHUNK_SCORES = saved
 
 
+@ways
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
-def test_causal_blocks_of_odd_lengths(length):
+def test_causal_blocks_of_odd_lengths(attend, length):
     g = torch.Generator().manual_seed(length)
     o = offsets([length, 3])
     q, k, v = (draw(g, length + 3, 1, 4) for _ in range(3))
-    plan = attention.plan_attention(o, o, causal=True)
-    fast = attention.jagged_attention(q, k, v, plan, weighting="softmax", scale=1.0)
+    plan = attention.AttentionPlan(o, o, causal=True)
+    fast = attend(q, k, v, plan, weighting="softmax", scale=1.0)
     plain = reference.jagged_attention(q, k, v, o, o, causal=True, weighting="softmax", scale=1.0)
     torch.testing.assert_close(fast, plain, atol=TOLERANCE, rtol=0)
 
@@ -77,21 +88,75 @@ def test_time_buckets():
     second = 1_000_000
     year = 365 * 86400 * second
     deltas = torch.tensor([0, second - 1, second, 60 * second, 3600 * second, year, 10**17, -60 * second])
-    buckets = attention.time_bucket(deltas)
+    buckets = time_bias.time_bucket(deltas)
     assert buckets.tolist()[:4] == [0, 0, 0, 8]
     assert buckets[4] == 17 and buckets[5] == 37 and buckets[7] == buckets[3]
-    assert buckets.max() < attention.TIME_BUCKETS
+    assert buckets.max() < time_bias.TIME_BUCKETS
 
 
+@ways
 @pytest.mark.parametrize("weighting", ["silu", "softmax"])
-def test_a_row_does_not_depend_on_its_neighbours(weighting):
+def test_a_row_does_not_depend_on_its_neighbours(attend, weighting):
     g = torch.Generator().manual_seed(0)
     o = offsets([5, 90, 17])
     q, k, v = (torch.randn(112, 2, 8, generator=g) for _ in range(3))
-    plan = attention.plan_attention(o, o, causal=True)
-    together = attention.jagged_attention(q, k, v, plan, weighting=weighting, scale=0.3)
+    plan = attention.AttentionPlan(o, o, causal=True)
+    together = attend(q, k, v, plan, weighting=weighting, scale=0.3)
     alone = offsets([90])
     part = slice(5, 95)
-    plan = attention.plan_attention(alone, alone, causal=True)
-    single = attention.jagged_attention(q[part], k[part], v[part], plan, weighting=weighting, scale=0.3)
+    plan = attention.AttentionPlan(alone, alone, causal=True)
+    single = attend(q[part], k[part], v[part], plan, weighting=weighting, scale=0.3)
     torch.testing.assert_close(together[part], single, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("weighting", ["silu", "softmax"])
+def test_single_precision_is_near_double(weighting):
+    g = torch.Generator().manual_seed(1)
+    o = offsets([200, 1, 33, 64])
+    inputs = [torch.randn(298, 1, 24, generator=g, requires_grad=True) for _ in range(3)]
+    gradient = torch.randn(298, 1, 24, generator=g)
+    when = torch.arange(298) * 10**8
+    bias = torch.randn(time_bias.TIME_BUCKETS, generator=g)
+    results = []
+    for kind in (torch.float32, torch.float64):
+        q, k, v = (x.to(kind) for x in inputs)
+        plan = attention.AttentionPlan(o, o, causal=True, query_time=when, key_time=when)
+        out = attention.jagged_attention(q, k, v, plan, weighting=weighting, scale=0.5, norm=7.0,
+                                         time_bias=bias.to(kind))
+        results.append([out.double(), *torch.autograd.grad(out, inputs, gradient.to(kind))])
+    for single, double in zip(*results, strict=True):
+        torch.testing.assert_close(single.double(), double.double(), atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("weighting", ["silu", "softmax"])
+def test_the_number_of_threads_changes_no_bit(weighting):
+    g = torch.Generator().manual_seed(2)
+    o = offsets([150, 90, 200, 3, 120])
+    q, k, v, gradient = (torch.randn(563, 2, 16, generator=g, requires_grad=True) for _ in range(4))
+    bias = torch.randn(50, generator=g, requires_grad=True)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            plan = attention.AttentionPlan(o, o, causal=True, positions=50)
+            out = attention.jagged_attention(q, k, v, plan, weighting=weighting, scale=0.5, position_bias=bias)
+            results.append([out, *torch.autograd.grad(out, (q, k, v, bias), gradient)])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_scores_beyond_every_exponent_stay_finite_and_nan_stays_nan():
+    o = offsets([4])
+    q = torch.tensor([-1e30, 1e30, 0.0, 1.0]).view(4, 1, 1)
+    k = v = torch.ones(4, 1, 1)
+    plan = attention.AttentionPlan(o, o, causal=True)
+    for weighting in ("silu", "softmax"):
+        out = attention.jagged_attention(q, k, v, plan, weighting=weighting, scale=1.0)
+        assert torch.isfinite(out).all()
+        bad = q.clone()
+        bad[2] = float("nan")
+        out = attention.jagged_attention(bad, k, v, plan, weighting=weighting, scale=1.0)
+        assert torch.isnan(out[2]).all() and torch.isfinite(out[[0, 1, 3]]).all()

@@ -1,0 +1,363 @@
+"""Jagged attention on a CPU: compiled loops over the rows as they are, without padding.
+
+Per row and head, blocks of ``BLOCK`` queries meet the keys they may see; a block's scores, its bias, its weights and
+their use stay in the first caches. The backward computes the scores again, so memory is linear in the length. Rows are
+shared out to ``torch.get_num_threads()`` threads; every sum has one order whatever their number, so the result does not
+depend on it.
+
+Axes as in ``semel.models.attention``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba.extending import overload
+from torch import Tensor
+
+from semel.models.time_bias import TIME_BOUNDS
+
+BLOCK = 32
+"""Queries of a block: 200 keys' scores are 25 KiB of float32, a first-level cache's worth."""
+
+SERIAL_PAIRS = 1 << 14
+"""Fewer query-key pairs than this are not worth a second thread."""
+
+
+_NO_TIME = np.empty(0, np.int64)
+
+
+def _kernel(function: Any) -> Any:
+    # Reassociation and fused multiply-add let sums use whole vectors; infinities and NaN keep their meaning.
+    how: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+    try:
+        return numba.njit(cache=True, **how)(function)
+    except RuntimeError:  # no folder to keep compiled code in: compile once a process
+        return numba.njit(**how)(function)
+
+
+class RowsPlan:
+    """Who meets whom, in the order in which rows are worked on: longest first."""
+
+    def __init__(self, query_offsets: Tensor, key_offsets: Tensor, causal: bool, query_time: Tensor | None,
+                 key_time: Tensor | None) -> None:
+        times = (_NO_TIME, _NO_TIME)
+        if query_time is not None and key_time is not None:
+            times = query_time.numpy(), key_time.numpy()
+        self.rows = (query_offsets.numpy(), key_offsets.numpy(), *times, np.array(TIME_BOUNDS), causal)
+        pairs = np.diff(self.rows[0]) * np.diff(self.rows[1])
+        self.pairs = int(pairs.sum())
+        self.order = np.argsort(-pairs, kind="stable")
+
+    def run(self, loop: Callable[..., None], *arguments: Any) -> None:
+        """``loop`` over all rows, shared out to threads."""
+        threads = min(torch.get_num_threads(), len(self.order)) if self.pairs > SERIAL_PAIRS else 1
+        if threads <= 1:
+            loop(*arguments, *self.rows, self.order)
+            return
+        first, *others = (np.ascontiguousarray(self.order[part::threads]) for part in range(threads))
+        helpers = [_pool(threads).submit(loop, *arguments, *self.rows, order) for order in others]
+        loop(*arguments, *self.rows, first)
+        for helper in helpers:
+            helper.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads - 1, thread_name_prefix="semel-attention")
+
+
+class RowsAttention(torch.autograd.Function):
+    """Values come and go without ``1 / norm`` and queries without ``scale``: the loops see them multiplied in."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, position_bias: Tensor,
+                time_bias: Tensor, plan: RowsPlan, weighting: str, scale: float, norm: float) -> Tensor:
+        inputs = [x.contiguous() for x in (q * scale, k, v / norm, own_k, own_v / norm, position_bias, time_bias)]
+        out = torch.empty_like(inputs[0])
+        plan.run(_forward, *map(_array, inputs), weighting == "softmax", out.numpy())
+        ctx.save_for_backward(*inputs)
+        ctx.plan, ctx.weighting, ctx.scale, ctx.norm = plan, weighting, scale, norm
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        inputs, plan = ctx.saved_tensors, ctx.plan
+        rows = len(plan.order)
+        *tokens, position_bias, time_bias = inputs
+        totals = [torch.zeros_like(x) for x in tokens]
+        # One line a row, added up in their order: the sum is then the same for any number of threads.
+        by_row = [torch.zeros(rows, len(x), dtype=x.dtype) for x in (position_bias, time_bias)]
+        plan.run(_backward, *map(_array, inputs), ctx.weighting == "softmax", _array(grads[0].contiguous()),
+                 *map(_array, totals), *map(_array, by_row))
+        dq, dk, dv, down_k, down_v = totals
+        needed = ctx.needs_input_grad
+        return (
+            dq * ctx.scale, dk, dv / ctx.norm,
+            down_k if needed[3] else None, down_v / ctx.norm if needed[4] else None,
+            by_row[0].sum(0) if needed[5] else None, by_row[1].sum(0) if needed[6] else None,
+            None, None, None, None,
+        )
+
+
+def _array(x: Tensor) -> np.ndarray:
+    return x.detach().numpy()
+
+
+def _exp(x):
+    return math.exp(x)
+
+
+@overload(_exp, inline="always")
+def _exp_by_type(x):
+    if x != numba.float32:
+        return lambda x: np.exp(x)
+    # 2**n * 2**f with n an integer and |f| <= 1/2: the power series of 2**f to f**6 errs by 1e-7 of itself, and unlike
+    # a call of the C library it runs a whole vector at a time.
+    f32, i32 = np.float32, np.int32
+    per_power, low, high, half = f32(1 / math.log(2)), f32(-126), f32(127), f32(0.5)
+    c1, c2, c3, c4, c5, c6 = (f32(math.log(2) ** n / math.factorial(n)) for n in range(1, 7))
+    one, bias, mantissa = f32(1), i32(127), i32(23)
+
+    def exp(x):
+        power = min(max(x * per_power, low), high)
+        whole = np.floor(power + half)
+        f = power - whole
+        series = one + f * (c1 + f * (c2 + f * (c3 + f * (c4 + f * (c5 + f * c6)))))
+        return series * i32((i32(whole) + bias) << mantissa).view(f32)
+
+    return exp
+
+
+@_kernel
+def _dots(rows, first, count, head, columns, width, out):
+    """``out[i, j] = sum_d rows[first + i, head, d] columns[d, j]`` for i < count, j < width. Two rows and four terms at
+    a time: what the vector registers hold. ``out`` has a row to spare."""
+    depth = rows.shape[2]
+    for i in range(0, count, 2):
+        a, b = rows[first + i, head], rows[first + min(i + 1, count - 1), head]
+        o, p = out[i], out[i + 1]
+        for j in range(width):
+            o[j] = 0
+            p[j] = 0
+        d = 0
+        while d + 4 <= depth:
+            a0, a1, a2, a3, b0, b1, b2, b3 = a[d], a[d + 1], a[d + 2], a[d + 3], b[d], b[d + 1], b[d + 2], b[d + 3]
+            c0, c1, c2, c3 = columns[d], columns[d + 1], columns[d + 2], columns[d + 3]
+            for j in range(width):
+                o[j] += a0 * c0[j] + a1 * c1[j] + a2 * c2[j] + a3 * c3[j]
+                p[j] += b0 * c0[j] + b1 * c1[j] + b2 * c2[j] + b3 * c3[j]
+            d += 4
+        while d < depth:
+            a0, b0, c0 = a[d], b[d], columns[d]
+            for j in range(width):
+                o[j] += a0 * c0[j]
+                p[j] += b0 * c0[j]
+            d += 1
+
+
+@_kernel
+def _weigh(a, b, width, rows, first, head, o, p):
+    """``o[d] += sum_j a[j] rows[first + j, head, d]`` for j < width, and ``p`` the same with ``b``."""
+    j = 0
+    while j + 4 <= width:
+        a0, a1, a2, a3, b0, b1, b2, b3 = a[j], a[j + 1], a[j + 2], a[j + 3], b[j], b[j + 1], b[j + 2], b[j + 3]
+        at = first + j
+        c0, c1, c2, c3 = rows[at, head], rows[at + 1, head], rows[at + 2, head], rows[at + 3, head]
+        for d in range(len(o)):
+            o[d] += a0 * c0[d] + a1 * c1[d] + a2 * c2[d] + a3 * c3[d]
+            p[d] += b0 * c0[d] + b1 * c1[d] + b2 * c2[d] + b3 * c3[d]
+        j += 4
+    while j < width:
+        a0, b0, c0 = a[j], b[j], rows[first + j, head]
+        for d in range(len(o)):
+            o[d] += a0 * c0[d]
+            p[d] += b0 * c0[d]
+        j += 1
+
+
+@_kernel
+def _weigh_block(weights, count, width, rows, first, head, out, to, spare):
+    """``out[to + i, head] += sum_j weights[i, j] rows[first + j, head]`` for i < count."""
+    for i in range(0, count - 1, 2):
+        _weigh(weights[i], weights[i + 1], width, rows, first, head, out[to + i, head], out[to + i + 1, head])
+    if count % 2:
+        i = count - 1
+        _weigh(weights[i], weights[i], width, rows, first, head, out[to + i, head], spare)
+
+
+@_kernel
+def _transpose(rows, first, count, head, out):
+    """``out[d, j] = rows[first + j, head, d]``."""
+    for j in range(count):
+        b = rows[first + j, head]
+        for d in range(len(b)):
+            out[d, j] = b[d]
+
+
+@_kernel
+def _dot(a, b):
+    total = a[0] * b[0]
+    for d in range(1, len(a)):
+        total += a[d] * b[d]
+    return total
+
+
+@_kernel
+def _add_bias(scores, width, behind, position_bias, now, key_time, first, bounds, time_bias, bucket):
+    """Biases by distance and by time bucket, where there are any; fills ``bucket``. The query stands ``behind`` key 0.
+    Neighbours in a history are neighbours in time: the bucket of the key before is the place to look from."""
+    positions = len(position_bias)
+    if positions:
+        for j in range(width):
+            scores[j] += position_bias[min(behind - j, positions - 1)]
+    if len(time_bias) and len(key_time):
+        b, last = 0, len(bounds) - 1
+        for j in range(width):
+            distance = abs(now - key_time[first + j])
+            while distance < bounds[b]:
+                b -= 1
+            while b < last and distance >= bounds[b + 1]:
+                b += 1
+            bucket[j] = b
+            scores[j] += time_bias[b]
+
+
+@_kernel
+def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, query_offsets, key_offsets, query_time,
+             key_time, bounds, causal, order):
+    depth = q.shape[2]
+    one = q.dtype.type(1)
+    own = len(own_k) > 0
+    longest = 0
+    for row in order:
+        longest = max(longest, key_offsets[row + 1] - key_offsets[row])
+    columns = np.empty((depth, longest), q.dtype)
+    scores = np.empty((BLOCK + 1, longest + 1), q.dtype)  # the own token's score stands behind the last key's
+    spare = np.empty(depth, q.dtype)
+    bucket = np.zeros(longest, np.int64)
+    for row in order:
+        first_q, first_k = query_offsets[row], key_offsets[row]
+        queries, keys = query_offsets[row + 1] - first_q, key_offsets[row + 1] - first_k
+        for head in range(q.shape[1]):
+            _transpose(k, first_k, keys, head, columns)
+            for start in range(0, queries, BLOCK):
+                count = min(BLOCK, queries - start)
+                block = start + count if causal else keys
+                _dots(q, first_q + start, count, head, columns, block, scores)
+                for i in range(count):
+                    at = first_q + start + i
+                    seen = start + i + 1 if causal else keys
+                    s, o = scores[i], out[at, head]
+                    now = query_time[at] if len(query_time) else 0
+                    behind = start + i if causal else keys
+                    _add_bias(s, seen, behind, position_bias, now, key_time, first_k, bounds, time_bias, bucket)
+                    width = seen
+                    if own:
+                        s[seen] = _dot(q[at, head], own_k[at, head])
+                        width += 1
+                    if softmax:
+                        _softmax(s, width)
+                    else:
+                        for j in range(width):
+                            s[j] = s[j] / (one + _exp(-s[j]))
+                    for d in range(depth):
+                        o[d] = s[seen] * own_v[at, head, d] if own else 0
+                    for j in range(seen, block):
+                        s[j] = 0
+                _weigh_block(scores, count, block, v, first_k, head, out, first_q + start, spare)
+
+
+@_kernel
+def _softmax(s, width):
+    if not width:
+        return
+    top = s[0]
+    for j in range(1, width):
+        top = max(top, s[j])
+    for j in range(width):
+        s[j] = _exp(s[j] - top)
+    total = s[0]
+    for j in range(1, width):
+        total += s[j]
+    for j in range(width):
+        s[j] /= total
+
+
+@_kernel
+def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq, dk, dv, down_k, down_v, dposition,
+              dtime, query_offsets, key_offsets, query_time, key_time, bounds, causal, order):
+    depth = q.shape[2]
+    one = q.dtype.type(1)
+    own = len(own_k) > 0
+    positions = len(position_bias)
+    longest = 0
+    for row in order:
+        longest = max(longest, key_offsets[row + 1] - key_offsets[row])
+    k_columns, v_columns = np.empty((depth, longest), q.dtype), np.empty((depth, longest), q.dtype)
+    scores, dscores = np.empty((BLOCK + 1, longest + 1), q.dtype), np.empty((BLOCK + 1, longest + 1), q.dtype)
+    # The same two turned around, to be summed over queries.
+    weights_t, dscores_t = np.empty((longest, BLOCK), q.dtype), np.empty((longest, BLOCK), q.dtype)
+    spare = np.empty(depth, q.dtype)
+    bucket = np.zeros(longest, np.int64)
+    for row in order:
+        first_q, first_k = query_offsets[row], key_offsets[row]
+        queries, keys = query_offsets[row + 1] - first_q, key_offsets[row + 1] - first_k
+        for head in range(q.shape[1]):
+            _transpose(k, first_k, keys, head, k_columns)
+            _transpose(v, first_k, keys, head, v_columns)
+            for start in range(0, queries, BLOCK):
+                count = min(BLOCK, queries - start)
+                block = start + count if causal else keys
+                _dots(q, first_q + start, count, head, k_columns, block, scores)
+                _dots(grad, first_q + start, count, head, v_columns, block, dscores)
+                for i in range(count):
+                    at = first_q + start + i
+                    seen = start + i + 1 if causal else keys
+                    s, ds = scores[i], dscores[i]
+                    behind = start + i if causal else keys
+                    now = query_time[at] if len(query_time) else 0
+                    _add_bias(s, seen, behind, position_bias, now, key_time, first_k, bounds, time_bias, bucket)
+                    width = seen
+                    if own:
+                        s[seen] = _dot(q[at, head], own_k[at, head])
+                        ds[seen] = _dot(grad[at, head], own_v[at, head])
+                        width += 1
+                    if softmax:
+                        _softmax(s, width)
+                        inner = _dot(s[:width], ds[:width]) if width else one
+                        for j in range(width):
+                            ds[j] = s[j] * (ds[j] - inner)
+                    else:
+                        for j in range(width):
+                            x = s[j]
+                            chance = one / (one + _exp(-x))
+                            s[j] = x * chance
+                            ds[j] *= chance * (one + x * (one - chance))
+                    if own:
+                        for d in range(depth):
+                            dq[at, head, d] += ds[seen] * own_k[at, head, d]
+                            down_k[at, head, d] += ds[seen] * q[at, head, d]
+                            down_v[at, head, d] += s[seen] * grad[at, head, d]
+                    if positions:
+                        line = dposition[row]
+                        for j in range(seen):
+                            line[min(behind - j, positions - 1)] += ds[j]
+                    if len(time_bias) and len(key_time):
+                        line = dtime[row]
+                        for j in range(seen):
+                            line[bucket[j]] += ds[j]
+                    for j in range(seen):
+                        weights_t[j, i], dscores_t[j, i] = s[j], ds[j]
+                    for j in range(seen, block):
+                        weights_t[j, i], dscores_t[j, i], ds[j] = 0, 0, 0
+                _weigh_block(dscores, count, block, k, first_k, head, dq, first_q + start, spare)
+                _weigh_block(dscores_t, block, count, q, first_q + start, head, dk, first_k, spare)
+                _weigh_block(weights_t, block, count, grad, first_q + start, head, dv, first_k, spare)
