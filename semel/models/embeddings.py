@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from semel.batch import Jagged, JaggedTable, RequestBatch
 from semel.features import Feature, FeatureSpec
+from semel.models.randomness import generator
 from semel.models.vocabulary import Vocabulary
 
 ITEM = "item_id"
@@ -59,7 +60,8 @@ class FeatureTables(nn.Module):
             return segment_mean(table(encoder(value.values)), value.offsets)
         index = encoder(value)
         if self.training and name == self.features.item and self.unknown_rate > 0:
-            index = index.masked_fill(torch.rand(index.shape, device=index.device) < self.unknown_rate, 0)
+            drawn = torch.rand(index.shape, generator=generator(), device=index.device)
+            index = index.masked_fill(drawn < self.unknown_rate, 0)
         return table(index)
 
     def history(self, batch: RequestBatch) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from semel.batch import RequestBatch
 from semel.features import Task
+from semel.models.dropout import Dropout
 
 
 def mlp(widths: Sequence[int], dropout: float = 0.0) -> nn.Sequential:
@@ -20,7 +21,7 @@ def mlp(widths: Sequence[int], dropout: float = 0.0) -> nn.Sequential:
         if i < len(widths) - 2:
             layers.append(nn.ReLU())
             if dropout:
-                layers.append(nn.Dropout(dropout))
+                layers.append(Dropout(dropout))
     return nn.Sequential(*layers)
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from semel.models.attention import TIME_BUCKETS, AttentionPlan, jagged_attention
+from semel.models.attention import AttentionPlan, jagged_attention
 from semel.models.config import EncoderConfig
+from semel.models.dropout import Dropout
 from semel.models.plans import Plans
+from semel.models.time_bias import TIME_BUCKETS
 
 
 class HSTU(nn.Module):
@@ -40,7 +42,7 @@ class HSTULayer(nn.Module):
         self.uvqk = nn.Linear(config.dim, 4 * inner, bias=False)
         self.out_norm = nn.LayerNorm(inner, elementwise_affine=False, eps=1e-6)
         self.out = nn.Linear(inner, config.dim)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.position_bias = nn.Parameter(torch.ones(config.positions))
         self.time_bias = nn.Parameter(torch.zeros(TIME_BUCKETS)) if config.time else None
         nn.init.normal_(self.uvqk.weight, std=0.02)

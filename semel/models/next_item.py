@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from semel.batch import JaggedTable, RequestBatch
 from semel.features import FeatureSpec
 from semel.models.config import ModelConfig
+from semel.models.dropout import Dropout
 from semel.models.embeddings import ITEM, FeatureTables
 from semel.models.plans import Plans
 from semel.models.rankers import make_encoder
@@ -33,7 +34,7 @@ class NextItem(nn.Module):
         self.encoder = make_encoder(config.encoder)
         self.position = nn.Embedding(config.encoder.positions, config.dim)
         self.start = nn.Parameter(torch.zeros(config.dim))
-        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.dropout = Dropout(config.embedding_dropout)
         nn.init.normal_(self.position.weight, std=0.02)
         nn.init.normal_(self.start, std=0.02)
         items = len(encoders[features.item])  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from semel.batch import JaggedTable, RequestBatch
 from semel.features import FeatureSpec
 from semel.models.config import EncoderConfig, ModelConfig
+from semel.models.dropout import Dropout
 from semel.models.embeddings import FeatureTables, segment_mean
 from semel.models.heads import RankingHead, mlp
 from semel.models.hstu import HSTU
@@ -44,7 +45,7 @@ class SequenceRanker(nn.Module):
         self.request_token = nn.Linear((request + history) * config.dim + 1, width)
         self.candidate_token = nn.Linear(candidate * config.dim, width)
         self.encoder = make_encoder(config.encoder)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.head = RankingHead(3 * width, config.hidden, features.tasks, config.dropout)
 
     def forward(self, batch: RequestBatch) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from semel.models.attention import jagged_attention
 from semel.models.config import EncoderConfig
+from semel.models.dropout import Dropout
 from semel.models.plans import Plans
 
 
@@ -40,9 +41,9 @@ class TransformerLayer(nn.Module):
         self.position_bias = nn.Parameter(torch.zeros(config.positions))
         self.feed_forward = nn.Sequential(
             nn.LayerNorm(config.dim), nn.Linear(config.dim, 4 * config.dim), nn.GELU(),
-            nn.Dropout(config.dropout), nn.Linear(4 * config.dim, config.dim),
+            Dropout(config.dropout), nn.Linear(4 * config.dim, config.dim),
         )
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, history: Tensor, candidate: Tensor | None, plans: Plans) -> tuple[Tensor, Tensor | None]:
         q, k, v = self._project(history)
