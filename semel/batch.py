@@ -76,6 +76,11 @@ class Jagged:
     def __iter__(self) -> Iterator[Array]:
         return (self[row] for row in range(len(self)))
 
+    def slice(self, start: int, stop: int) -> Jagged:
+        """Rows ``start`` to ``stop``, their values a view."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return Jagged(self.values[first:last], self.offsets[start : stop + 1] - first)
+
     def torch(self) -> Jagged:
         return Jagged(_to_torch(self.values), _to_torch(self.offsets))
 
@@ -120,6 +125,17 @@ class JaggedTable:
     def row(self, row: int) -> dict[str, Array]:
         """The columns of one history, as views."""
         return {name: self[name][row] for name in self.columns}
+
+    def slice(self, start: int, stop: int) -> JaggedTable:
+        """Rows ``start`` to ``stop``, their values views."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return dataclasses.replace(
+            self,
+            columns={name: column[first:last] for name, column in self.columns.items()},
+            offsets=self.offsets[start : stop + 1] - first,
+            validity=None if self.validity is None else {n: v[first:last] for n, v in self.validity.items()},
+            status=None if self.status is None else self.status[start:stop],
+        )
 
     def strings(self, name: str) -> np.ndarray:
         """A dictionary column's values as strings (object array), None where null."""
@@ -269,6 +285,24 @@ class RequestBatch:
         lengths = self.candidate_offsets[1:] - self.candidate_offsets[:-1]
         rows = torch.arange(self.requests, device=lengths.device)
         return torch.repeat_interleave(rows, lengths, output_size=self.candidates)
+
+    def slice(self, start: int, stop: int) -> RequestBatch:
+        """Requests ``start`` to ``stop`` with their candidates, all values views."""
+        first, last = int(self.candidate_offsets[start]), int(self.candidate_offsets[stop])
+
+        def rows(value: Any, a: int, b: int) -> Any:
+            return value.slice(a, b) if isinstance(value, (Jagged, JaggedTable)) else value[a:b]
+
+        return RequestBatch(
+            self.request_id[start:stop],
+            {name: rows(value, start, stop) for name, value in self.request.items()},
+            {name: rows(value, first, last) for name, value in self.candidate.items()},
+            self.candidate_offsets[start : stop + 1] - first,
+            {name: value[first:last] for name, value in self.label.items()},
+            {name: value[first:last] for name, value in self.label_mask.items()},
+            None if self.weight is None else self.weight[first:last],
+            None if self.pointers is None else self.pointers[start:stop],
+        )
 
     def to(self, device: Any) -> RequestBatch:
         """The same batch with its tensors on ``device`` (ids and pointers stay on the host)."""

@@ -12,6 +12,7 @@ _HOME = {
     "Label": "sessionize", "RATING_LABELS": "sessionize", "sessions": "sessionize",
     "RequestLoader": "loader",
     "SequenceSet": "sequences", "leave_one_out": "sequences", "sequences_before": "sequences",
+    "take_events": "sequences",
     "concat_rows": "rows", "read_rows": "rows", "rows_from_table": "rows", "rows_to_table": "rows",
     "context_columns": "context", "context_value": "context",
     "history_checksum": "checksum",
@@ -24,7 +25,7 @@ __all__ = [
     "OutcomeLog", "RequestLoader", "SequenceSet", "build_examples", "concat_rows", "context_columns", "context_value",
     "exposure_rows", "exposure_schema", "history_checksum", "history_tensors", "join", "leave_one_out", "materialize",
     "open_examples", "outcome_schema", "read_rows", "rows_from_table", "rows_to_table", "sequences_before", "sessions",
-    "time_split",
+    "take_events", "time_split",
 ]
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from semel.examples.materialization import history_tensors, materialize
     from semel.examples.outcome_join import JoinReport, exposure_rows, join
     from semel.examples.rows import concat_rows, read_rows, rows_from_table, rows_to_table
-    from semel.examples.sequences import SequenceSet, leave_one_out, sequences_before
+    from semel.examples.sequences import SequenceSet, leave_one_out, sequences_before, take_events
     from semel.examples.sessionize import RATING_LABELS, Label, sessions
     from semel.examples.splits import time_split
 

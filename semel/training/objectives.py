@@ -19,6 +19,7 @@ from semel.features import Feature, FeatureSpec
 from semel.history import HistoryStore
 from semel.metrics import AUC, NormalizedEntropy, Ranking, ranks_of_targets
 from semel.models import Model, NextItem, make_model, ranking_loss
+from semel.training.pieces import cut_evenly
 from semel.training.recipe import Recipe
 from semel.training.sequences import SequenceLoader
 from semel.training.statistics import FeatureStatistics, request_statistics
@@ -47,6 +48,7 @@ class Objective(Protocol):
     def make_model(self) -> Model: ...
     def loss(self, model: Any, batch: Any, generator: torch.Generator) -> Tensor: ...
     def samples(self, batch: Any) -> int: ...
+    def split(self, batch: Any, pieces: int) -> list[tuple[Any, float]]: ...
     def validate(self, model: Any) -> Mapping[str, float]: ...
     def close(self) -> None: ...
 
@@ -96,6 +98,12 @@ class RankingObjective:
     def samples(self, batch: RequestBatch) -> int:
         return batch.candidates
 
+    def split(self, batch: RequestBatch, pieces: int) -> list[tuple[RequestBatch, float]]:
+        """Runs of requests that cost about the same, each with its share of the candidates."""
+        candidates = (batch.candidate_offsets[1:] - batch.candidate_offsets[:-1]).numpy()
+        runs = cut_evenly(batch.request["history"].lengths.numpy() + candidates, pieces)
+        return [(batch.slice(a, b), candidates[a:b].sum() / max(batch.candidates, 1)) for a, b in runs]
+
     def validate(self, model: Any) -> dict[str, float]:
         ne, auc = NormalizedEntropy(), AUC()
         for batch in self._validation:
@@ -131,7 +139,7 @@ class NextItemObjective:
         held_out = history_tensors(target, recipe.features)
         self._target, self._asked = held_out.columns[recipe.features.item], held_out.columns["event_time"]
         self.loader: Loader = SequenceLoader(self._train, batch=recipe.batch, last=recipe.features.history_last,
-                                             seed=recipe.seed)
+                                             seed=recipe.seed, earlier=recipe.examples.earlier_windows)
 
     def make_model(self) -> Model:
         statistics = FeatureStatistics(self.recipe.features)
@@ -149,6 +157,12 @@ class NextItemObjective:
 
     def samples(self, batch: JaggedTable) -> int:
         return len(batch.columns["event_time"])
+
+    def split(self, batch: JaggedTable, pieces: int) -> list[tuple[JaggedTable, float]]:
+        """Runs of histories that cost about the same, each with its share of the predictions."""
+        predictions = (batch.lengths - 1).clamp(min=0).numpy()
+        return [(batch.slice(a, b), predictions[a:b].sum() / max(predictions.sum(), 1))
+                for a, b in cut_evenly(batch.lengths.numpy(), pieces)]
 
     def validate(self, model: Any) -> dict[str, float]:
         ranking = Ranking(ks=(10, 50))

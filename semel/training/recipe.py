@@ -21,7 +21,8 @@ class ExampleConfig:
     """How events become examples. ``name``: the example set under ``STORE/examples``. Ranking: a pause of more than
     ``gap_minutes`` begins a new request, a rating of ``like_threshold`` or more is a like, the last ``test_fraction``
     of events by time test and ``validation_fraction`` before them validate. Next item: each user's last event tests,
-    the one before it validates; users with fewer than ``min_events`` are left out."""
+    the one before it validates; users with fewer than ``min_events`` are left out; one with more than a history holds
+    gives its last events, or with a chance of ``earlier_windows`` a stretch that ends anywhere."""
 
     name: str = "sessions"
     gap_minutes: float = 10.0
@@ -30,6 +31,7 @@ class ExampleConfig:
     test_fraction: float = 0.1
     max_candidates: int | None = None
     min_events: int = 3
+    earlier_windows: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class OptimizerConfig:
 class Recipe:
     """``batch``: requests of a step (ranking) or users of a step (next item). ``patience``: stop after so many
     validations without a better one, and keep the best weights. ``validate_every``: epochs between validations.
-    ``checkpoint_steps``: steps between checkpoints beside the one at the end of each epoch."""
+    ``checkpoint_steps``: steps between checkpoints beside the one at the end of each epoch. ``pieces``: parts of a
+    batch that are computed side by side, as many at a time as there are threads; the loss is the mean over their
+    samples."""
 
     name: str
     features: FeatureSpec = FeatureSpec()
@@ -58,6 +62,7 @@ class Recipe:
     optimizer: OptimizerConfig = OptimizerConfig()
     epochs: int = 10
     batch: int = 64
+    pieces: int = 2
     seed: int = 0
     patience: int = 3
     validate_every: int = 1
@@ -66,7 +71,7 @@ class Recipe:
     out: str = "./runs"
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch", "patience", "validate_every", "checkpoint_steps"):
+        for name in ("epochs", "batch", "pieces", "patience", "validate_every", "checkpoint_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"recipe {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
 

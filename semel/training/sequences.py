@@ -6,34 +6,45 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from semel.batch import JaggedTable, expand_rows
+from semel.batch import JaggedTable
+from semel.examples import take_events
 
 
 class SequenceLoader:
     """Users in batches of ``batch``, each with the last ``last`` events of its history (torch, from
-    ``history_tensors``). The order depends on the histories, ``seed`` and the epoch only."""
+    ``history_tensors``), or with a chance of ``earlier`` as many that end anywhere after them. The order and the
+    choice depend on the histories, ``seed`` and the epoch only."""
 
-    def __init__(self, histories: JaggedTable, *, batch: int, last: int, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(self, histories: JaggedTable, *, batch: int, last: int, shuffle: bool = True, seed: int = 0,
+                 earlier: float = 0.0) -> None:
         self.histories, self.batch, self.last, self.shuffle, self.seed = histories, batch, last, shuffle, seed
+        self.earlier = earlier
         self.epoch = 0
         self.wait_seconds = 0.0
         self._next = 0
-        self._offsets = histories.offsets.numpy()
 
     def __len__(self) -> int:
         return -(-len(self.histories) // self.batch)
 
     def __iter__(self) -> Iterator[JaggedTable]:
         order = np.arange(len(self.histories))
+        generator = np.random.default_rng([self.seed, self.epoch])
         if self.shuffle:
-            order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
+            order = generator.permutation(order)
+        left_out = self._left_out(generator)
         for step in range(self._next, len(self)):
             self._next = step + 1
-            yield self.take(order[step * self.batch : (step + 1) * self.batch])
+            users = order[step * self.batch : (step + 1) * self.batch]
+            yield last_events(self.histories, users, self.last, left_out)
         self.epoch, self._next = self.epoch + 1, 0
+
+    def _left_out(self, generator: np.random.Generator) -> np.ndarray | None:
+        """[users] how many of the latest events to leave out in this epoch."""
+        if not self.earlier:
+            return None
+        more = (self.histories.lengths.numpy() - self.last).clip(min=0)
+        return generator.integers(0, more, endpoint=True) * (generator.random(len(more)) < self.earlier)
 
     def take(self, users: np.ndarray) -> JaggedTable:
         """The last events of some users."""
@@ -53,14 +64,10 @@ class SequenceLoader:
         self.epoch, self._next = int(state["epoch"]), int(state["batch"])
 
 
-def last_events(table: JaggedTable, users: np.ndarray, last: int) -> JaggedTable:
-    """The last ``last`` events of each of ``users`` (row indices), in that order."""
+def last_events(table: JaggedTable, users: np.ndarray, last: int, left_out: np.ndarray | None = None) -> JaggedTable:
+    """The last ``last`` events of each of ``users`` (row indices of the torch ``table``), in that order; the latest
+    ``left_out`` [all rows] events of a row do not count."""
     offsets = table.offsets.numpy()
-    stops = offsets[users + 1]
+    stops = offsets[users + 1] - (0 if left_out is None else left_out[users])
     starts = np.maximum(offsets[users], stops - last)
-    # As rows of a jagged array whose even rows are the wanted ones.
-    bounds = np.stack([starts, stops], 1).ravel() if len(users) else np.zeros(1, np.int64)
-    index, new = expand_rows(bounds, np.arange(0, 2 * len(users), 2))
-    at = torch.from_numpy(index)
-    columns: dict[str, Tensor] = {name: column[at] for name, column in table.columns.items()}
-    return JaggedTable(columns, torch.from_numpy(new))
+    return take_events(table, starts, stops - starts).torch()

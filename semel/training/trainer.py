@@ -18,6 +18,7 @@ from torch import Tensor
 from semel.models import save_model
 from semel.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from semel.training.objectives import Objective, make_objective
+from semel.training.pieces import Workers
 from semel.training.recipe import OptimizerConfig, Recipe
 from semel.training.run import Run
 
@@ -96,9 +97,9 @@ class _Loop:
 
     def __init__(self, trainer: Trainer, run: Run, objective: Objective, model: Any) -> None:
         self.trainer, self.recipe, self.run, self.objective, self.model = trainer, trainer.recipe, run, objective, model
-        self.generator = torch.Generator().manual_seed(self.recipe.seed)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         config = self.recipe.optimizer
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate,
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
                                            betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
         self.step = 0
         self.epoch = 0
@@ -141,44 +142,44 @@ class _Loop:
         total = steps * recipe.epochs
         window: list[Tensor] = []
         samples, since = 0, time.perf_counter()
-        for batch in loader:
-            loss = self._step(batch, total)
-            window.append(loss)
-            samples += self.objective.samples(batch)
-            if self.step % LOG_EVERY == 0 or self.step % steps == 0:
-                now = time.perf_counter()
-                mean = float(torch.stack(window).mean())
-                rate = samples / (now - since)
-                self.seconds += now - since
-                self._record({"kind": "train", "step": self.step, "epoch": self.epoch, "loss": mean,
-                              "samples_per_s": rate, "wait_s": loader.wait_seconds})
-                if self.trainer.on_progress is not None:
-                    self.trainer.on_progress(Progress(self.step, total, self.epoch, recipe.epochs, mean, rate,
-                                                      loader.wait_seconds, dict(self.validation)))
-                window, samples, since = [], 0, now
-            if self.trainer._stop.is_set() or self.step % recipe.checkpoint_steps == 0:
-                self._save()
-            if self.trainer._stop.is_set():
-                raise Interrupted(f"stopped at step {self.step}; resume {self.run.path} to go on")
+        with Workers(recipe.pieces, recipe.seed) as workers:
+            for batch in loader:
+                window.append(self._step(workers, batch, total))
+                samples += self.objective.samples(batch)
+                if self.step % LOG_EVERY == 0 or self.step % steps == 0:
+                    now = time.perf_counter()
+                    mean = float(torch.stack(window).mean())
+                    rate = samples / (now - since)
+                    self.seconds += now - since
+                    self._record({"kind": "train", "step": self.step, "epoch": self.epoch, "loss": mean,
+                                  "samples_per_s": rate, "wait_s": loader.wait_seconds})
+                    if self.trainer.on_progress is not None:
+                        self.trainer.on_progress(Progress(self.step, total, self.epoch, recipe.epochs, mean, rate,
+                                                          loader.wait_seconds, dict(self.validation)))
+                    window, samples, since = [], 0, now
+                if self.trainer._stop.is_set() or self.step % recipe.checkpoint_steps == 0:
+                    self._save()
+                if self.trainer._stop.is_set():
+                    raise Interrupted(f"stopped at step {self.step}; resume {self.run.path} to go on")
         self.epoch += 1
 
-    def _step(self, batch: Any, total: int) -> Tensor:
+    def _step(self, workers: Workers, batch: Any, total: int) -> Tensor:
         config = self.recipe.optimizer
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * rate_at(config, self.step, total)
-        loss = self.objective.loss(self.model, batch, self.generator)
+        pieces = self.objective.split(batch, self.recipe.pieces)
+        loss = workers.gradients(self.parameters, pieces, self.step,
+                                 lambda piece, source: self.objective.loss(self.model, piece, source))
         if not torch.isfinite(loss):
             requests = getattr(batch, "request_id", None)
             some = "" if requests is None else f"; its requests: {', '.join(map(str, requests[:5]))} ..."
             raise FloatingPointError(f"the loss is {float(loss)} at step {self.step}{some}; lower "
                                      f"optimizer.learning_rate or look at these requests' features")
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
         if config.clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+            torch.nn.utils.clip_grad_norm_(self.parameters, config.clip_norm)
         self.optimizer.step()
         self.step += 1
-        return loss.detach()
+        return loss
 
     def _validate(self) -> bool:
         """Judge the model; keep it if it is the best so far. True if patience is at its end."""
@@ -204,7 +205,7 @@ class _Loop:
                 self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
 
     def _save(self) -> None:
-        generators = {"torch": torch.get_rng_state(), "sampling": self.generator.get_state()}
+        generators = {"torch": torch.get_rng_state()}
         state = {"epoch": self.epoch, "loader": self.objective.loader.state_dict(), "best": self.best,
                  "since_best": self.since_best, "validation": self.validation, "version": self.version,
                  "seconds": self.seconds}
@@ -216,7 +217,6 @@ class _Loop:
             raise FileNotFoundError(f"{self.run.path} has no checkpoint to resume from; train it anew")
         generators, state = load_checkpoint(path, self.model, self.optimizer)
         torch.set_rng_state(generators["torch"])
-        self.generator.set_state(generators["sampling"])
         self.objective.loader.load_state_dict(state["loader"])
         self.step, self.epoch = state["step"], state["epoch"]
         self.best, self.since_best = state["best"], state["since_best"]

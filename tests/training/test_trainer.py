@@ -61,6 +61,21 @@ def test_the_same_seed_gives_the_same_losses_and_model(store, tmp_path, kind):
     assert load_model(first.path).version == load_model(second.path).version != load_model(other.path).version
 
 
+@pytest.mark.parametrize("kind", ["sequence_ranker", "dcnv2", "next_item"])
+def test_one_thread_gives_the_losses_of_two(store, tmp_path, kind):
+    examples = ExampleConfig(validation_fraction=0.2, earlier_windows=0.5)
+    before, runs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            runs.append(Trainer(recipe(store, tmp_path, kind, examples=examples)).fit())
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert losses(runs[0]) == losses(runs[1])
+    assert load_model(runs[0].path).version == load_model(runs[1].path).version
+
+
 @pytest.mark.parametrize(("kind", "at"), [("sequence_ranker", 3), ("sequence_ranker", 40), ("next_item", 3),
                                           ("next_item", 8)])
 def test_a_resumed_run_equals_one_without_interruption(store, tmp_path, kind, at):
