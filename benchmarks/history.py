@@ -1,10 +1,11 @@
-"""Reading histories: ``store.read`` against the raw numba gather (the limit) and against scanning fat rows.
+"""Reading histories: ``store.read``, packed and plain, against the raw numba gather (the limit) and fat rows.
 
     python -m benchmarks.history [--users 20000] [--mean 500] [--json]
 
 Log-normal lengths, 6 columns, requests drawn by event; the last 1,024 events of 2 columns; warm cache; one thread each.
 The contestants take turns, the table shows medians. Fat rows: one Parquet (zstd) row a request, with the same two
-columns of the same events, read in the order of the file, columns projected.
+columns of the same events, read in the order of the file, columns projected. Bytes: against Parquet (zstd) of the
+same events sorted by user. Where DuckDB, Lance and RocksDB are installed they answer the first batch too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks import other_stores
 from semel.batch import offsets_of
 from semel.history import EventSchema, HistoryStore, Pointers, Projection
 
 LAST = 1024
+LONGEST = 65_536
 BATCH = 1024
 SCHEMA = EventSchema({
     "item_id": pa.int64(), "watch_time": pa.float32(), "action": pa.dictionary(pa.int8(), pa.string()),
@@ -37,9 +41,9 @@ PROJECTION = Projection(("item_id", "watch_time"), last=LAST)
 
 
 def generate(users: int, mean: int, seed: int = 0) -> pa.Table:
-    """Events in order of time; sizes are log-normal with the given mean, 16,384 at most."""
+    """Events in order of time; sizes are log-normal with the given mean, LONGEST at most."""
     random = np.random.default_rng(seed)
-    sizes = np.clip(random.lognormal(np.log(mean) - 0.72, 1.2, users), 1, 16_384).astype(np.int64)
+    sizes = np.clip(random.lognormal(np.log(mean) - 0.72, 1.2, users), 1, LONGEST).astype(np.int64)
     user = np.repeat(np.arange(users), sizes)
     count = len(user)
     when = random.integers(0, 30 * 86_400_000_000, count)
@@ -127,11 +131,14 @@ def one_by_one(store: HistoryStore, users: np.ndarray, as_of: int, count: int = 
 def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> dict[str, Any]:
     events = generate(users, mean)
     random = np.random.default_rng(1)
-    store = HistoryStore.create(folder / "store", SCHEMA)
-    start = time.perf_counter()
-    for at in range(0, events.num_rows, 250_000):
-        store.append(events.slice(at, 250_000))
-    append_seconds = time.perf_counter() - start
+    with HistoryStore.create(folder / "plain", SCHEMA) as log:
+        start = time.perf_counter()
+        for at in range(0, events.num_rows, 250_000):
+            log.append(events.slice(at, 250_000))
+        append_seconds = time.perf_counter() - start
+    shutil.copytree(folder / "plain", folder / "packed")
+    plain, store = (HistoryStore.open(folder / name, mode="a") for name in ("plain", "packed"))
+    plain.compact(codec="plain")
     start = time.perf_counter()
     store.compact()
     compact_seconds = time.perf_counter() - start
@@ -151,15 +158,24 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
     limit = gather_limit(*arrays, batches[0].user_id, batches[0].as_of, LAST)
     for got, want in zip((first.offsets, first.columns["watch_time"]), (limit[0], limit[2]), strict=True):
         assert (got == want).all(), "the contestants disagree"
+    by_user = events.take(pa.array(order))
+    pq.write_table(by_user, folder / "events.parquet", compression="zstd")
+    others = other_stores.available(by_user, arrays[0], folder, LAST)
+    for reader in others.values():
+        other_stores.agree(reader, batches[0], limit)
+    other_times = medians({name: partial(reader, batches[0]) for name, reader in others.items()}, seconds)
 
-    names = {"store": "store.read", "limit": "raw numba gather (limit)", "fat": "fat-row Parquet scan"}
+    names = {"store": "store.read, packed", "plain": "store.read, plain", "limit": "raw numba gather (limit)",
+             "fat": "fat-row Parquet scan"}
     times = medians({
         "limit": lambda: [gather_limit(*arrays, b.user_id, b.as_of, LAST) for b in batches],
         "store": lambda: [store.read(b, PROJECTION) for b in batches],
+        "plain": lambda: [plain.read(b, PROJECTION) for b in batches],
         "fat": lambda: scan(fat),
     }, seconds)
     lengths_seconds = medians({"lengths": lambda: store.lengths(pointers, PROJECTION)}, 0.5)["lengths"]
-    stats = store.stats()
+    stats, plain_stats = store.stats(), plain.stats()
+    plain.close()
     visited = random.choice(user, 3000)
     now = int(when.max()) + 1
     alone = {"generation": one_by_one(store, visited, now)}
@@ -182,8 +198,14 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
     return {
         "events": events.num_rows, "users": users, "requests": requests, "last": LAST, "columns": 2,
         "mean_length_read": round(float(lengths.mean()), 1), "cpus": os.cpu_count(),
-        "sequences_per_second": {names[name]: round(requests / times[name]) for name in ("store", "limit", "fat")},
+        "sequences_per_second": {
+            **{names[name]: round(requests / times[name]) for name in names},
+            **{name: round(len(batches[0]) / value) for name, value in other_times.items()},
+        },
         "store_over_limit": round(times["limit"] / times["store"], 3),
+        "plain_over_limit": round(times["limit"] / times["plain"], 3),
+        "store_over_best_other": round(min(other_times.values()) / len(batches[0]) / times["store"] * requests, 1)
+        if other_times else None,
         "store_over_fat_rows": round(times["fat"] / times["store"], 2),
         "lengths_per_second": round(requests / lengths_seconds),
         "one_pointer": alone,
@@ -191,7 +213,11 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
         "append_1000_events_per_second": round(1000 / append_thousand),
         "append_one_and_read_ms": round(append_one * 1e3, 2),
         "compact_events_per_second": round(events.num_rows / compact_seconds),
-        "bytes_per_event": round(stats["bytes"]["generation"] / events.num_rows, 2),
+        "bytes_per_event": {
+            "packed": round(stats["bytes"]["generation"] / events.num_rows, 2),
+            "plain": round(plain_stats["bytes"]["generation"] / events.num_rows, 2),
+            "Parquet (zstd) sorted by user": round((folder / "events.parquet").stat().st_size / events.num_rows, 2),
+        },
         "bytes_per_request": {"pointer": 24, "fat row": round(fat_bytes / requests, 1)},
     }
 
@@ -200,8 +226,9 @@ def show(result: dict[str, Any]) -> None:
     print(f"{result['events']:,} events of {result['users']:,} users, {result['requests']:,} requests, last "
           f"{result['last']}, {result['columns']} of 6 columns, mean length read {result['mean_length_read']}")
     rows = [(name, f"{value:,} sequences/s") for name, value in result["sequences_per_second"].items()]
-    rows += [("store.read / limit", f"{result['store_over_limit']}"),
-             ("store.read / fat rows", f"{result['store_over_fat_rows']}"),
+    rows += [("packed / limit", f"{result['store_over_limit']}"), ("plain / limit", f"{result['plain_over_limit']}"),
+             ("packed / best of the other stores", result["store_over_best_other"] or "none is installed"),
+             ("packed / fat rows", f"{result['store_over_fat_rows']}"),
              ("store.lengths", f"{result['lengths_per_second']:,} pointers/s")]
     rows += [(f"one pointer, {name}", f"p50 {value['p50_us']} us, p99 {value['p99_us']} us")
              for name, value in result["one_pointer"].items()]
@@ -209,7 +236,8 @@ def show(result: dict[str, Any]) -> None:
              ("append, batches of 1,000", f"{result['append_1000_events_per_second']:,} events/s"),
              ("append one event, read it", f"{result['append_one_and_read_ms']} ms"),
              ("compaction", f"{result['compact_events_per_second']:,} events/s"),
-             ("generation, all columns", f"{result['bytes_per_event']} bytes an event"),
+             *((f"bytes an event, all columns, {name}", f"{value}")
+               for name, value in result["bytes_per_event"].items()),
              ("bytes a request, 2 columns", f"pointer {result['bytes_per_request']['pointer']}, fat row (zstd) "
                                             f"{result['bytes_per_request']['fat row']}")]
     for name, value in rows:

@@ -10,7 +10,7 @@ import numpy as np
 
 from semel.history import gather
 from semel.history.following import View
-from semel.history.generation import NO_VALIDITY, GenerationWriter, Shard
+from semel.history.generation import NO_VALIDITY, Codec, GenerationWriter, Shard
 from semel.history.schema import EventSchema
 from semel.history.tail import Tail, bits, frozen
 
@@ -76,13 +76,13 @@ def validity(refs: np.ndarray, old: np.ndarray, rows: int, new: np.ndarray) -> n
     return take(refs, old, new)
 
 
-def write_generation(folder: Path, view: View, tokens: dict[str, int],
+def write_generation(folder: Path, view: View, tokens: dict[str, int], codec: Codec,
                      progress: Callable[[int, int], None] | None = None) -> int:
     """Write the view's generation + tail as a new generation into ``folder``; its seal. One shard at a time in
     memory."""
     old, tail = view.generation, view.tail
     schema, shards = old.schema, len(old.shards)
-    writer = GenerationWriter(folder, schema, shards)
+    writer = GenerationWriter(folder, schema, shards, codec)
     keys = tail.columns[""]
     slots = [text.encode() for text in tail.arena.slots] if schema.string_keys else []
     of_row = shards_of(slots, shards)[keys] if schema.string_keys and len(keys) else shards_of(keys, shards)
@@ -109,10 +109,10 @@ def _write_shard(writer: GenerationWriter, schema: EventSchema, shard: Shard, ta
     offsets = frozen(np.zeros(1, np.int64)) if empty else shard.offsets
 
     def old_column(name: str) -> np.ndarray:
-        return frozen(tail.columns[name][:0]) if empty else shard.column(name)
+        return frozen(tail.columns[name][:0]) if empty else shard.values(name)
 
     def old_valid(name: str) -> np.ndarray:
-        return NO_VALIDITY if empty else shard.valid(name)
+        return NO_VALIDITY if empty else shard.validity(name)
 
     bucket = merge_bucket(old_users, offsets, old_column("event_time"), new_keys, rows, tail.columns["event_time"])
     versions = take(bucket.refs, old_column("version"), tail.columns["version"])

@@ -1,7 +1,7 @@
 """Files of the store: sealed arrays that are memory-mapped, JSON with a checksum, and durable renames.
 
-A sealed array file (``docs/formats/history.md``) is a 64-byte header, the plain values from byte 64 on, zero padding
-to 8 bytes, then one CRC-32 for each MiB of values. The header's own CRC covers the block CRCs too, so the pair
+A sealed array file (``docs/formats/history.md``) is a 64-byte header, the values from byte 64 on, plain or packed, zero
+padding to 8 bytes, then one CRC-32 for each MiB of values. The header's own CRC covers the block CRCs too, so the pair
 (size, header CRC) that the generation's manifest keeps identifies a file.
 """
 
@@ -17,15 +17,18 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
 
+if TYPE_CHECKING:
+    from semel.history.packing import Packed
+
 MAGIC = b"SEMELCOL"
 FORMAT = 1
-CODEC_PLAIN = 0
+CODEC_PLAIN, CODEC_PACKED = 0, 1
 BLOCK_BYTES = 1 << 20
 # magic, format, codec, bytes a row, rows, bytes of values, bytes a checksum block, CRC of the block CRCs, padding,
 # CRC of the 60 bytes before it
@@ -36,11 +39,22 @@ HEADER_BYTES = 64
 def write_array(path: Path, array: np.ndarray) -> dict[str, int]:
     """Write ``array`` (C order; first axis = rows) to ``path``, not yet durable; what the manifest keeps of it."""
     array = np.ascontiguousarray(array)
-    data = memoryview(array.reshape(-1).view(np.uint8).data if array.size else b"")
-    width = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+    return _write(path, CODEC_PLAIN, array, memoryview(array.reshape(-1).view(np.uint8).data if array.size else b""))
+
+
+def write_packed(path: Path, array: np.ndarray) -> dict[str, int]:
+    """``write_array`` with the values packed in blocks (``semel.history.packing``)."""
+    from semel.history.packing import pack
+
+    array = np.ascontiguousarray(array)
+    return _write(path, CODEC_PACKED, array, memoryview(pack(array).data))
+
+
+def _write(path: Path, codec: int, array: np.ndarray, data: memoryview) -> dict[str, int]:
     blocks = np.array([zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], "<u4")
     footer = bytes(-len(data) % 8) + blocks.tobytes()
-    head = _HEADER.pack(MAGIC, FORMAT, CODEC_PLAIN, width, len(array), len(data), BLOCK_BYTES, zlib.crc32(footer), 0)
+    head = _HEADER.pack(MAGIC, FORMAT, codec, _row_bytes(array.dtype, array.shape[1:]), len(array), len(data),
+                        BLOCK_BYTES, zlib.crc32(footer), 0)
     seal = zlib.crc32(head)
     with open(path, "xb") as file:
         file.write(head + struct.pack("<I", seal))
@@ -49,10 +63,37 @@ def write_array(path: Path, array: np.ndarray) -> dict[str, int]:
     return {"bytes": HEADER_BYTES + len(data) + len(footer), "seal": seal}
 
 
+def _row_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+
+
 def map_array(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
     """The read-only array [rows, *shape] in the file, every block checked against its CRC (about 1 GB/s, once a file
     and handle). Raises CorruptFile naming the file and block, GenerationGone when the file is not there."""
+    array = map_column(path, entry, dtype, shape)
+    if isinstance(array, tuple):
+        raise CorruptFile(f"{path} is packed, which is for columns only")
+    return array
+
+
+def map_column(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray | Packed:
+    """``map_array`` for a file that may be packed: then the column as kernels take it."""
     dtype = np.dtype(dtype)
+    mapped, codec, width, rows, count = checked(path, entry)
+    if width != _row_bytes(dtype, shape) or (codec == CODEC_PLAIN and width * rows != count):
+        raise CorruptFile(f"{path}: {rows} rows of {width} bytes, expected rows of {dtype} {list(shape)}")
+    if codec == CODEC_PACKED:
+        from semel.history.packing import view_packed
+
+        try:
+            return view_packed(np.frombuffer(mapped, np.uint8, count, HEADER_BYTES), rows * width // dtype.itemsize)
+        except ValueError as error:
+            raise CorruptFile(f"{path}: {error}") from None
+    return np.frombuffer(mapped, dtype, count // dtype.itemsize, HEADER_BYTES).reshape(rows, *shape)
+
+
+def checked(path: Path, entry: dict[str, int]) -> tuple[mmap.mmap, int, int, int, int]:
+    """(mapped file, codec, bytes a row, rows, bytes of values), every block checked against its CRC."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -68,10 +109,8 @@ def map_array(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, .
     seal = zlib.crc32(head)
     if (seal,) != struct.unpack_from("<I", mapped, HEADER_BYTES - 4) or seal != entry["seal"]:
         raise CorruptFile(f"{path}: header does not match its checksum")
-    if version != FORMAT or codec != CODEC_PLAIN:
-        raise StoreError(f"{path}: format {version}, codec {codec}; this Semel reads format {FORMAT}, codec 0")
-    if width != dtype.itemsize * int(np.prod(shape, dtype=np.int64)) or width * rows != count:
-        raise CorruptFile(f"{path}: {rows} rows of {width} bytes, expected rows of {dtype} {list(shape)}")
+    if version != FORMAT or codec not in (CODEC_PLAIN, CODEC_PACKED):
+        raise StoreError(f"{path}: format {version}, codec {codec}; this Semel reads format {FORMAT}, codecs 0 and 1")
     footer = mapped[HEADER_BYTES + count :]
     if zlib.crc32(footer) != footer_crc:
         raise CorruptFile(f"{path}: block checksums are damaged")
@@ -80,7 +119,7 @@ def map_array(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, .
     for index, at in enumerate(range(0, count, block)):
         if zlib.crc32(data[at : at + block]) != stored[index]:
             raise CorruptFile(f"{path}: block {index} (bytes {HEADER_BYTES + at} on) does not match its checksum")
-    return np.frombuffer(mapped, dtype, count // dtype.itemsize, HEADER_BYTES).reshape(rows, *shape)
+    return mapped, codec, width, rows, count
 
 
 def write_strings(path: Path, values: list[bytes]) -> dict[str, dict[str, int]]:

@@ -1,15 +1,16 @@
 """The compiled inner loops: find a user, cut a history at its pointer, copy its rows out. All release the GIL.
 
-Input arrays are read-only (mapped files and ``tail.frozen`` views), so that each kernel is compiled once a dtype.
+Input arrays are read-only (mapped files and ``tail.frozen`` views), so that each kernel is compiled once a dtype. A
+generation's columns may be plain or packed (``packing``); ``value_at`` and ``copy_range`` read both.
 Row references: ``>= 0`` is a row of the generation's shard, ``~row`` (negative) a row of the tail.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
+
+from semel.history.kernels import kernel
+from semel.history.packing import copy_range, value_at
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -18,13 +19,6 @@ _FNV_START = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME = np.uint64(0x100000001B3)
 _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _NO_SINCE = np.iinfo(np.int64).min
-
-
-def kernel(function: Any) -> Any:
-    try:
-        return numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no folder to keep compiled code in: compile once a process
-        return numba.njit(nogil=True)(function)
 
 
 @kernel
@@ -55,7 +49,7 @@ def shards_of_strings(offsets, data, shards, out):
 def _lower_bound(array, low, high, value):
     while low < high:
         middle = (low + high) >> 1
-        if array[middle] < value:
+        if np.int64(value_at(array, middle)) < value:
             low = middle + 1
         else:
             high = middle
@@ -109,7 +103,7 @@ def cut(offsets, times, first, last, index, user, as_of, version, since, most, l
             count[p] = 0
             continue
         a, b = offsets[u], offsets[u + 1]
-        if times[b - 1] >= as_of[p]:
+        if np.int64(value_at(times, b - 1)) >= as_of[p]:
             b = _lower_bound(times, a, b, as_of[p])
         if since != _NO_SINCE:
             a = _lower_bound(times, a, b, since)
@@ -164,9 +158,9 @@ def cut_runs(users, offsets, times, first, keys, as_of, version, since, most, lo
 
 @kernel
 def _wanted(group, valid, row, groups):
-    if len(valid) and not valid[row]:
+    if len(valid) and not value_at(valid, row):
         return False
-    value = np.int64(group[row])
+    value = np.int64(value_at(group, row))
     found = False
     for i in range(len(groups)):
         found |= value == groups[i]
@@ -229,14 +223,16 @@ def select(index, low, high, plain, times, versions, version, group, valid, grou
         out = room[p + 1]
         taken = 0
         while taken < most:
-            if tail_at > tail_a and (at == a or tail_times[tail_rows[tail_at - 1]] >= times[at - 1]):
+            in_tail = tail_at > tail_a
+            if in_tail and (at == a or tail_times[tail_rows[tail_at - 1]] >= np.int64(value_at(times, at - 1))):
                 tail_at -= 1
                 out -= 1
                 refs[out] = ~tail_rows[tail_at]
                 taken += 1
             elif at > a:
                 at -= 1
-                if (plain[p] or versions[at] <= version[p]) and (not filtered or _wanted(group, valid, at, groups)):
+                known = plain[p] or np.int64(value_at(versions, at)) <= version[p]
+                if known and (not filtered or _wanted(group, valid, at, groups)):
                     out -= 1
                     refs[out] = at
                     taken += 1
@@ -261,9 +257,7 @@ def copy_plain(index, begin, count, offsets, width, values, out):
     """Copy rows of ``width`` values each; ``values`` and ``out`` are flat."""
     for j in range(len(index)):
         p = index[j]
-        to, start = offsets[p] * width, begin[p] * width
-        for i in range(count[p] * width):
-            out[to + i] = values[start + i]
+        copy_range(values, begin[p] * width, count[p] * width, out, offsets[p] * width)
 
 
 @kernel
@@ -273,15 +267,13 @@ def copy_rows(index, begin, count, offsets, room, refs, width, values, tail_valu
         p = index[j]
         to, start = offsets[p] * width, begin[p]
         if room[p] == room[p + 1]:
-            start *= width
-            for i in range(count[p] * width):
-                out[to + i] = values[start + i]
+            copy_range(values, start * width, count[p] * width, out, to)
         else:
             for i in range(count[p]):
                 ref = refs[start + i]
                 for k in range(width):
                     if ref >= 0:
-                        out[to] = values[ref * width + k]
+                        out[to] = value_at(values, ref * width + k)
                     else:
                         out[to] = tail_values[~ref * width + k]
                     to += 1

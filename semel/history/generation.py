@@ -5,24 +5,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
 from semel.history.files import (
+    checked,
     dump_json,
     map_array,
+    map_column,
     parse_json,
     replace_file,
     split_strings,
     sync_files,
     write_array,
+    write_packed,
     write_strings,
 )
 from semel.history.schema import EventSchema
-from semel.history.tail import bits
 
+if TYPE_CHECKING:
+    from semel.history.packing import Packed
+
+Codec = Literal["packed", "plain"]
+CODECS = get_args(Codec)
 MAGIC = "semel-generation"
 FORMAT = 1
 NAME = "generation.json"
@@ -37,8 +44,8 @@ class Shard:
     def __init__(self, generation: Generation, index: int) -> None:
         self._generation, self.index = generation, index
         self._arrays: dict[str, np.ndarray] = {}
-        self._words: dict[str, np.ndarray] = {}
-        self._valid: dict[str, np.ndarray] = {}
+        self._columns: dict[str, np.ndarray | Packed] = {}
+        self._valid: dict[str, np.ndarray | Packed] = {}
         self.rows, self.user_count = int(generation.info["rows"][index]), int(generation.info["users"][index])
 
     def _array(self, name: str, dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
@@ -71,31 +78,49 @@ class Shard:
         """[U] the highest version of each user."""
         return self._array("last_version", np.int64)
 
-    def column(self, name: str) -> np.ndarray:
-        """[rows, *shape] of a schema column, ``event_time`` or ``version``."""
-        if name in _TIMES:
-            return self._array(name, np.int64)
-        position, column = self._generation.positions[name]
-        return self._array(f"column-{position:03d}", column.dtype, column.shape)
+    def column(self, name: str) -> np.ndarray | Packed:
+        """A schema column, ``event_time`` or ``version``, as kernels take it: [rows, *shape], or packed."""
+        column = self._columns.get(name)
+        if column is None:
+            file, dtype, shape = self._place(name)
+            column = self._columns[name] = self._generation.column(shard_file(self.index, file), dtype, shape)
+        return column
 
-    def words(self, name: str) -> np.ndarray:
-        """The same as ``bits``."""
-        words = self._words.get(name)
-        if words is None:
-            words = self._words[name] = bits(self.column(name))
-        return words
+    def values(self, name: str) -> np.ndarray:
+        """[rows, *shape] of the same; a packed column is unpacked anew each time."""
+        _, dtype, shape = self._place(name)
+        return _plain(self.column(name), self.rows, dtype, shape)
 
-    def valid(self, name: str) -> np.ndarray:
-        """[rows] bool, or empty where no value of the shard is null."""
+    def valid(self, name: str) -> np.ndarray | Packed:
+        """[rows] bool as kernels take it, or empty where no value of the shard is null."""
         valid = self._valid.get(name)
         if valid is None:
-            file = "" if name in _TIMES else f"column-{self._generation.positions[name][0]:03d}.valid"
-            listed = shard_file(self.index, file) in self._generation.info["files"]
-            valid = self._valid[name] = self._array(file, bool) if listed else NO_VALIDITY
+            file = shard_file(self.index, f"{self._place(name)[0]}.valid")
+            listed = file in self._generation.info["files"]
+            valid = self._valid[name] = self._generation.column(file, np.dtype(bool), ()) if listed else NO_VALIDITY
         return valid
+
+    def validity(self, name: str) -> np.ndarray:
+        """[rows] bool, or empty where no value of the shard is null."""
+        valid = self.valid(name)
+        return valid if valid is NO_VALIDITY else _plain(valid, self.rows, np.dtype(bool), ())
+
+    def _place(self, name: str) -> tuple[str, np.dtype, tuple[int, ...]]:
+        if name in _TIMES:
+            return name, np.dtype(np.int64), ()
+        position, column = self._generation.positions[name]
+        return f"column-{position:03d}", column.dtype, column.shape
 
     def user_keys(self) -> list[bytes]:
         return split_strings(*self.user_strings)
+
+
+def _plain(column: np.ndarray | Packed, rows: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    if isinstance(column, np.ndarray):
+        return column
+    from semel.history.packing import unpack
+
+    return unpack(column, rows * int(np.prod(shape, dtype=np.int64)), dtype).reshape(rows, *shape)
 
 
 class Generation:
@@ -123,6 +148,10 @@ class Generation:
         with self._lock:  # so that two threads do not check the same file twice
             return map_array(self._path(file), self._entry(file), dtype, shape)
 
+    def column(self, file: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | Packed:
+        with self._lock:
+            return map_column(self._path(file), self._entry(file), dtype, shape)
+
     def strings(self, name: str) -> list[str]:
         offsets, data = self.array(f"{name}.offsets", np.int64), self.array(f"{name}.bytes", np.uint8)
         return [value.decode() for value in split_strings(offsets, data)]
@@ -147,6 +176,11 @@ class Generation:
             raise CorruptFile(f"{self.folder}: {NAME} does not list {file}") from None
 
     @property
+    def codec(self) -> str | None:
+        """How its columns lie, None of the empty generation of a new store."""
+        return self.info.get("codec")
+
+    @property
     def rows(self) -> int:
         return sum(self.info["rows"])
 
@@ -158,27 +192,18 @@ class Generation:
         """Check every block of every file, and that the shards' parts fit together; (files, bytes). Raises
         CorruptFile."""
         for file, entry in self.info["files"].items():
-            path = self._path(file)
-            width = read_width(path)
-            map_array(path, entry, np.uint8, (width,))
+            checked(self._path(file), entry)
         for shard in self.shards:
             if not shard.rows:
                 continue
-            offsets, times = shard.offsets, shard.column("event_time")
+            for name in self.positions:
+                shard.column(name), shard.valid(name)  # packed blocks must lie where they should
+            offsets, times = shard.offsets, shard.values("event_time")
             inside = np.ones(max(len(times) - 1, 0), bool)
             inside[offsets[1:-1] - 1] = False
             if offsets[-1] != shard.rows or (np.diff(offsets) <= 0).any() or (np.diff(times)[inside] < 0).any():
                 raise CorruptFile(f"{self.folder}: shard {shard.index} is not in order")
         return len(self.info["files"]), self.nbytes
-
-
-def read_width(path: Path) -> int:
-    """Bytes a row of a sealed array file, as its (yet unchecked) header says."""
-    try:
-        with open(path, "rb") as file:
-            return int.from_bytes(file.read(20)[16:20], "little") or 1
-    except FileNotFoundError:
-        raise GenerationGone(f"{path} is missing") from None
 
 
 def shard_file(index: int, name: str) -> str:
@@ -188,14 +213,18 @@ def shard_file(index: int, name: str) -> str:
 class GenerationWriter:
     """Writes a generation's files into ``folder`` (which nobody reads yet); ``finish`` returns its seal."""
 
-    def __init__(self, folder: Path, schema: EventSchema, shards: int) -> None:
-        self.folder, self.schema = folder, schema
+    def __init__(self, folder: Path, schema: EventSchema, shards: int, codec: Codec) -> None:
+        self.folder, self.schema, self.codec = folder, schema, codec
         folder.mkdir(parents=True)
-        self._info: dict[str, Any] = {"magic": MAGIC, "format": FORMAT, "rows": [0] * shards, "users": [0] * shards,
-                                      "files": {}}
+        self._info: dict[str, Any] = {"magic": MAGIC, "format": FORMAT, "codec": codec, "rows": [0] * shards,
+                                      "users": [0] * shards, "files": {}}
 
     def array(self, file: str, array: np.ndarray) -> None:
         self._info["files"][file] = write_array(self.folder / file, array)
+
+    def column(self, file: str, values: np.ndarray) -> None:
+        write = write_packed if self.codec == "packed" else write_array
+        self._info["files"][file] = write(self.folder / file, values)
 
     def strings(self, name: str, values: list[bytes]) -> None:
         parent = Path(name).parent
@@ -216,9 +245,9 @@ class GenerationWriter:
         files = {name: f"column-{i:03d}" for i, name in enumerate(self.schema.layout)}
         for name, make in columns.items():
             values, valid = make()
-            self.array(shard_file(index, files.get(name, name)), values)
+            self.column(shard_file(index, files.get(name, name)), values)
             if len(valid) and not valid.all():
-                self.array(shard_file(index, f"{files[name]}.valid"), valid)
+                self.column(shard_file(index, f"{files[name]}.valid"), valid)
 
     def finish(self, dictionaries: dict[str, list[bytes]], tokens: dict[str, int]) -> int:
         for i, name in enumerate(self.schema.layout):

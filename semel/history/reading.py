@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from semel.batch import JaggedTable, Pointers
-from semel.history import gather
+from semel.history import gather, parallel
 from semel.history.compaction import packed
 from semel.history.following import View
 from semel.history.generation import NO_VALIDITY
+from semel.history.packing import Packed
 from semel.history.schema import RESERVED, EventSchema, Projection, Status
 from semel.history.tail import LEVELS, bits, frozen
+
+SERIAL_VALUES = 1 << 17
+"""A read of fewer values is done before a second thread has begun."""
 
 _NO_LIMIT = 1 << 62
 _NO_SINCE = int(np.iinfo(np.int64).min)
@@ -119,8 +123,10 @@ def select(view: View, schema: EventSchema, pointers: Pointers, projection: Proj
     refs = np.empty(gather.reserve(low, high, plain, filtered, tail_begin, tail_end, most, room), np.int64)
     for at, part in enumerate(parts):
         shard = shards[part.shard]
-        times = versions = _NO_GROUPS
-        group, valid = _NO_COLUMN, NO_VALIDITY
+        times: np.ndarray | Packed = _NO_GROUPS
+        versions: np.ndarray | Packed = _NO_GROUPS
+        group: np.ndarray | Packed = _NO_COLUMN
+        valid: np.ndarray | Packed = NO_VALIDITY
         if shard.rows:
             times, versions = shard.column("event_time"), shard.column("version")
             if schema.group is not None and filtered:
@@ -166,54 +172,52 @@ def _select_tail(view: View, schema: EventSchema, keys: np.ndarray, as_of: np.nd
     return rows, begin, room[1:]
 
 
-def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> JaggedTable:
+def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projection, threads: int = 1) -> JaggedTable:
     chosen = select(view, schema, pointers, projection)
     offsets = np.empty(len(chosen.count) + 1, np.int64)
     total = gather.sum_counts(chosen.count, offsets)
-    shards, tail = view.generation.shards, view.tail
+    shards, tail = [view.generation.shards[part.shard] for part in chosen.parts], view.tail
     columns: dict[str, np.ndarray] = {}
     validity: dict[str, np.ndarray] = {}
+    copies: list[parallel.Job] = []
     for name in projection.columns:
         template = tail.columns[name]
-        out = np.empty((total, *template.shape[1:]), template.dtype)
-        old = [shards[part.shard].words(name) if shards[part.shard].rows else None for part in chosen.parts]
-        _copy(chosen, offsets, old, tail.words(name), bits(out), int(np.prod(template.shape[1:])))
-        columns[name] = out
-        valid = _validity(view, chosen, offsets, name, total)
-        if valid is not None:
-            validity[name] = valid
-            if name in view.dictionaries.names:
-                out[~valid] = -1
+        out = columns[name] = np.empty((total, *template.shape[1:]), template.dtype)
+        old = [flat(shard.column(name)) if shard.rows else None for shard in shards]
+        copies += _copies(chosen, offsets, old, tail.words(name), bits(out), int(np.prod(template.shape[1:])))
+        in_tail = name in tail.valid and len(chosen.refs) > 0
+        if in_tail or any(len(shard.valid(name)) for shard in shards):
+            valid = validity[name] = np.empty(total, bool)
+            masks = [flat(shard.valid(name) if len(shard.valid(name)) else _all_valid(shard.rows)) for shard in shards]
+            copies += _copies(chosen, offsets, masks, bits(tail.valid[name] if in_tail else _all_valid(tail.rows)),
+                              bits(valid), 1)
+    parallel.run(copies, threads if total * len(columns) > SERIAL_VALUES else 1)
+    for name, valid in list(validity.items()):
+        if valid.all():
+            del validity[name]
+        elif name in view.dictionaries.names:
+            columns[name][~valid] = -1
     dictionaries = {name: view.dictionaries.array(name) for name in columns if name in view.dictionaries.names}
     return JaggedTable(columns, offsets, validity or None, dictionaries or None, chosen.status)
-
-
-def _validity(view: View, chosen: Selection, offsets: np.ndarray, name: str, total: int) -> np.ndarray | None:
-    """[total] bool, or None where no value that was read is null."""
-    shards, tail = [view.generation.shards[part.shard] for part in chosen.parts], view.tail
-    in_tail = name in tail.valid and len(chosen.refs) > 0
-    if not in_tail and not any(len(shard.valid(name)) for shard in shards):
-        return None
-    old = [shard.valid(name) if len(shard.valid(name)) else _all_valid(shard.rows) for shard in shards]
-    new = tail.valid[name] if in_tail else _all_valid(tail.rows)
-    valid = np.empty(total, bool)
-    _copy(chosen, offsets, [bits(mask) for mask in old], bits(new), bits(valid), 1)
-    return None if valid.all() else valid
 
 
 def _all_valid(rows: int) -> np.ndarray:
     return frozen(np.ones(rows, bool))
 
 
-def _copy(chosen: Selection, offsets: np.ndarray, old: Sequence[np.ndarray | None], new: np.ndarray,
-          out: np.ndarray, width: int) -> None:
-    """Copy the chosen rows of a column: ``old`` for each part the shard's values (None: it has none), ``new`` the
-    tail's; ``width`` values a row."""
+def flat(column: np.ndarray | Packed) -> np.ndarray | Packed:
+    return bits(column) if isinstance(column, np.ndarray) else column
+
+
+def _copies(chosen: Selection, offsets: np.ndarray, old: Sequence[np.ndarray | Packed | None], new: np.ndarray,
+            out: np.ndarray, width: int) -> Iterator[parallel.Job]:
+    """What copies the chosen rows of a column, a job a part: ``old`` for each part the shard's values (None: it has
+    none), ``new`` the tail's; ``width`` values a row."""
     for part, values in zip(chosen.parts, old, strict=True):
         if values is None:
             values = new[:0]
         if part.plain:
-            gather.copy_plain(part.index, chosen.begin, chosen.count, offsets, width, values, out)
+            yield gather.copy_plain, (part.index, chosen.begin, chosen.count, offsets, width, values, out)
         else:
-            gather.copy_rows(part.index, chosen.begin, chosen.count, offsets, chosen.room, chosen.refs, width, values,
-                             new, out)
+            yield gather.copy_rows, (part.index, chosen.begin, chosen.count, offsets, chosen.room, chosen.refs, width,
+                                     values, new, out)

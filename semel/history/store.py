@@ -18,7 +18,7 @@ from semel.batch import JaggedTable, Pointers, ids_array
 from semel.history.errors import CorruptFile, GenerationGone, StoreError, StoreExists, VersionNotVisible
 from semel.history.files import sync_folder
 from semel.history.following import RETRIES, Follower, View, keys_of, verify
-from semel.history.generation import Generation
+from semel.history.generation import CODECS, Codec, Generation
 from semel.history.locking import WriterLock
 from semel.history.log import SEGMENT_HEADER, SegmentWriter
 from semel.history.manifest import (
@@ -316,16 +316,21 @@ class HistoryStore:
 
     # -- housekeeping -------------------------------------------------------------------------------------------
 
-    def compact(self, progress: Callable[[int, int], None] | None = None) -> int:
+    def compact(self, progress: Callable[[int, int], None] | None = None, codec: Codec = "packed") -> int:
         """Move the log into a new generation; its number. Readers and appends go on meanwhile; a crash leaves the old
-        generation in place. ``progress(shards done, shards)``."""
+        generation in place. ``progress(shards done, shards)``. ``codec``: ``packed`` columns, or ``plain`` ones, larger
+        and a little faster to read; ValueError for another one."""
         from semel.history.compaction import write_generation
 
         self._check_mode("compact")
+        if codec not in CODECS:
+            raise ValueError(f"codec {codec!r} is none of {', '.join(CODECS)}")
         with self._compacting:
             with self._moving:
                 self._check_sound()
-                if self._follower.manifest.compacted_version == self.version:
+                if self._follower.manifest.compacted_version == self.version and (
+                    self._view.generation.codec in (codec, None)
+                ):
                     return self.generation
                 with self._writing("a compaction"):
                     self._roll()
@@ -336,7 +341,7 @@ class HistoryStore:
             shutil.rmtree(building, ignore_errors=True)
             shutil.rmtree(final, ignore_errors=True)
             try:
-                seal = write_generation(building, view, tokens, progress)
+                seal = write_generation(building, view, tokens, codec, progress)
                 os.rename(building, final)
                 sync_folder(final.parent)
             except BaseException:
