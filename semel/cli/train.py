@@ -39,10 +39,15 @@ def train(
     if as_json:
         output.print_json(facts)
         return
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in facts["validation"].items())
     output.results().print(
         f"{run.path}: {facts['epochs']} epochs, {output.count(facts['steps'])} steps in {facts['seconds']:.0f} s; "
-        f"best on validation: {figures}", soft_wrap=True)
+        f"{kept(facts)}", soft_wrap=True)
+
+
+def kept(facts: dict[str, Any]) -> str:
+    """Which weights a run kept, in words."""
+    figures = ", ".join(f"{name} {value:.4f}" for name, value in facts["validation"].items())
+    return f"best on validation: {figures}" if figures else "the last weights are kept, nothing validated them"
 
 
 def choose(name: str | None, resume: Path | None, store: Path | None, out: Path | None, config: Path | None,
@@ -78,9 +83,10 @@ def outcome(run: Run) -> dict[str, Any]:
     summary = run.summary
     score, best = next(iter(summary["best"].items()))
     validations = [line for line in run.metrics if line["kind"] == "validation"]
-    kept = next((line for line in validations if line[score] == best), validations[-1])
-    figures = {name: value for name, value in kept.items() if name not in ("kind", "step", "epoch")}
-    return {"run": str(run.path), "recipe": run.recipe.name, **summary, "kept_epoch": kept["epoch"],
+    last: dict[str, Any] = validations[-1] if validations else {"epoch": summary["epochs"]}
+    chosen = next((line for line in validations if line[score] == best), last)
+    figures = {name: value for name, value in chosen.items() if name not in ("kind", "step", "epoch")}
+    return {"run": str(run.path), "recipe": run.recipe.name, **summary, "kept_epoch": chosen["epoch"],
             "validation": figures}
 
 

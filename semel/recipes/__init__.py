@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ml1m_rank": "movielens", "ml1m_rank_dcnv2": "movielens", "ml1m_rank_dcnv2_no_history": "movielens",
     "ml1m_rank_dlrm": "movielens", "ml1m_rank_transformer": "movielens", "ml1m_next": "movielens",
-    "ml1m_next_sampled": "movielens", "ml1m_next_sasrec": "movielens", "movies_rank": "movies", "movies_next": "movies",
+    "ml1m_next_full": "movielens", "ml1m_next_sasrec": "movielens", "movies_rank": "movies", "movies_next": "movies",
 }
 
 

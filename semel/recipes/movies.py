@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from semel.features import Feature, FeatureSpec, Task
-from semel.recipes.movielens import ml1m_next_sampled, ml1m_rank
-from semel.training.recipe import Recipe
+from semel.models.config import EncoderConfig, ModelConfig
+from semel.recipes.movielens import ml1m_rank
+from semel.training.recipe import OptimizerConfig, Recipe
 
 
 def movies_rank() -> Recipe:
@@ -19,8 +20,14 @@ def movies_rank() -> Recipe:
 
 def movies_next() -> Recipe:
     """The next film for small data: the last 100 events, 512 shared negatives, 30 epochs of small batches."""
-    recipe = ml1m_next_sampled()
-    model = replace(recipe.model, encoder=replace(recipe.model.encoder, heads=2, head_dim=32, positions=101))
-    return replace(recipe, name="movies_next", features=replace(recipe.features, history_last=100), model=model,
-                   optimizer=replace(recipe.optimizer, warmup_steps=20, schedule="constant"), epochs=30,
-                   validate_every=5)
+    return Recipe(
+        name="movies_next",
+        features=FeatureSpec(history=(Feature("item_id"),), tasks=(Task("next"),), history_last=100),
+        model=ModelConfig(kind="next_item", dim=64, similarity="dot", temperature=1.0, negatives=512, popularity=0.75,
+                          encoder=EncoderConfig(dim=64, layers=2, heads=2, head_dim=32, positions=101)),
+        optimizer=OptimizerConfig(learning_rate=1.5e-3, warmup_steps=20),
+        epochs=30,
+        batch=32,
+        patience=5,
+        validate_every=5,
+    )

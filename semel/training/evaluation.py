@@ -135,6 +135,9 @@ def evaluate(run: Run | str | Path, store: str | Path | None = None, *, split: s
     options: dict[str, Any] = {"samples": samples, "seed": seed, "on_progress": on_progress}
     try:
         if artifact.kind == "next_item":
+            if split == "validation" and not run.recipe.examples.validate:
+                raise ValueError(f"{run.path} was trained on the validation events (examples.validate is false); only "
+                                 f"the test split judges it")
             columns = [feature.name for feature in artifact.features.history]
             sequences = leave_one_out(events, columns, holdout=2, min_events=run.recipe.examples.min_events)
             return evaluate_next_item(artifact.model, sequences, artifact.features, split=split,

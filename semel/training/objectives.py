@@ -49,7 +49,9 @@ class Objective(Protocol):
     def loss(self, model: Any, batch: Any, generator: torch.Generator) -> Tensor: ...
     def samples(self, batch: Any) -> int: ...
     def split(self, batch: Any, pieces: int) -> list[tuple[Any, float]]: ...
-    def validate(self, model: Any) -> Mapping[str, float]: ...
+    def validate(self, model: Any) -> Mapping[str, float]:
+        """Figures on the validation data, ``score`` among them; nothing if there are none."""
+        ...
     def close(self) -> None: ...
 
 
@@ -121,7 +123,8 @@ class RankingObjective:
 
 
 class NextItemObjective:
-    """Each user's history without the last two events; validated by predicting the one before the last."""
+    """Each user's history without the last two events; validated by predicting the one before the last (or without
+    the last event, and not validated)."""
 
     score, smaller = "ndcg@10", False
     _USERS = 256
@@ -130,14 +133,18 @@ class NextItemObjective:
         self.recipe = recipe
         self.store, self.catalogue = open_stores(recipe.store)
         columns = [feature.name for feature in recipe.features.history]
-        sequences = leave_one_out(self.store, columns, holdout=2, min_events=recipe.examples.min_events)
+        validate = recipe.examples.validate
+        sequences = leave_one_out(self.store, columns, holdout=2 if validate else 1,
+                                  min_events=recipe.examples.min_events)
         if not len(sequences):
             raise ValueError(f"{recipe.store}: no user has {recipe.examples.min_events} events or more to train on")
         self._train = history_tensors(sequences.train(), recipe.features)
-        before, target = sequences.validation()
-        self._before = history_tensors(before, recipe.features)
-        held_out = history_tensors(target, recipe.features)
-        self._target, self._asked = held_out.columns[recipe.features.item], held_out.columns["event_time"]
+        self._before: JaggedTable | None = None
+        if validate:
+            before, target = sequences.validation()
+            self._before = history_tensors(before, recipe.features)
+            held_out = history_tensors(target, recipe.features)
+            self._target, self._asked = held_out.columns[recipe.features.item], held_out.columns["event_time"]
         self.loader: Loader = SequenceLoader(self._train, batch=recipe.batch, last=recipe.features.history_last,
                                              seed=recipe.seed, earlier=recipe.examples.earlier_windows)
 
@@ -165,6 +172,8 @@ class NextItemObjective:
                 for a, b in cut_evenly(batch.lengths.numpy(), pieces)]
 
     def validate(self, model: Any) -> dict[str, float]:
+        if self._before is None:
+            return {}
         ranking = Ranking(ks=(10, 50))
         vocabulary = model.tables.encoders[self.recipe.features.item]
         loader = SequenceLoader(self._before, batch=self._USERS, last=self.recipe.features.history_last, shuffle=False)

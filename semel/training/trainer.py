@@ -182,14 +182,15 @@ class _Loop:
         return loss
 
     def _validate(self) -> bool:
-        """Judge the model; keep it if it is the best so far. True if patience is at its end."""
+        """Judge the model; keep it if it is the best so far, or if nothing judges it. True if patience is at its
+        end."""
         self.model.eval()
         with torch.inference_mode():
             self.validation = dict(self.objective.validate(self.model))
-        score = self.validation[self.objective.score]
-        better = self.best is None or (score < self.best if self.objective.smaller else score > self.best)
-        self._record({"kind": "validation", "step": self.step, "epoch": self.epoch, **self.validation})
-        if better:
+        score = self.validation.get(self.objective.score)
+        if score is not None:
+            self._record({"kind": "validation", "step": self.step, "epoch": self.epoch, **self.validation})
+        if score is None or self.best is None or (score < self.best if self.objective.smaller else score > self.best):
             self.best, self.since_best = score, 0
             self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
                                       self.recipe.name)

@@ -16,7 +16,8 @@ import torch
 from semel import EventSchema, HistoryStore
 from semel.features import Feature, FeatureSpec, Task
 from semel.models import EncoderConfig, ModelConfig, load_model
-from semel.training import ExampleConfig, Interrupted, Recipe, Run, Trainer
+from semel.training import ExampleConfig, Interrupted, Recipe, Run, Trainer, evaluate
+from semel.training.objectives import make_objective
 
 HOUR = 3_600_000_000
 
@@ -107,6 +108,22 @@ def test_it_learns_stops_early_and_keeps_the_best(store, tmp_path):
     assert (run.path / "tensorboard").is_dir() and list((run.path / "tensorboard").iterdir())
     assert len(list((run.path / "checkpoints").iterdir())) <= 2
     assert Run.open(run.path).recipe == run.recipe
+
+
+def test_without_validation_the_last_weights_are_kept_and_one_event_more_is_trained_on(store, tmp_path):
+    run = Trainer(recipe(store, tmp_path, "next_item", examples=ExampleConfig(validate=False), patience=1)).fit()
+    assert run.summary["epochs"] == 3 and run.summary["best"] == {"ndcg@10": None} and not validations(run)
+    wide = dataclasses.replace(recipe(store, tmp_path).features, history_last=100)
+    events = {}
+    for validate in (False, True):
+        objective = make_objective(recipe(store, tmp_path, "next_item", features=wide,
+                                          examples=ExampleConfig(validate=validate)))
+        events[validate] = sum(objective.samples(batch) for batch in objective.loader)
+        objective.close()
+    assert events == {False: 24 * 29, True: 24 * 28}
+    assert evaluate(run).catalogue.overall.figures["hr@10"].value >= 0
+    with pytest.raises(ValueError, match="trained on the validation events"):
+        evaluate(run, split="validation")
 
 
 def test_refusals(store, tmp_path):

@@ -7,7 +7,7 @@ from semel.cli.demo.state import Demo
 
 
 def step(demo: Demo) -> None:
-    from semel.cli.train import Shown, fit, outcome
+    from semel.cli.train import Shown, fit, kept, outcome
     from semel.training import Trainer
 
     for kind in ("rank", "next"):
@@ -18,5 +18,4 @@ def step(demo: Demo) -> None:
         facts = outcome(run)
         demo.run[kind] = run.path
         demo.facts[f"{kind}_training"], demo.facts[f"{kind}_metrics"] = facts, run.metrics
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in facts["validation"].items())
-        demo.say(f"{facts['epochs']} epochs in {facts['seconds']:.0f} s, best on validation: {figures}")
+        demo.say(f"{facts['epochs']} epochs in {facts['seconds']:.0f} s, {kept(facts)}")
