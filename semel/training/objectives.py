@@ -146,7 +146,8 @@ class NextItemObjective:
             held_out = history_tensors(target, recipe.features)
             self._target, self._asked = held_out.columns[recipe.features.item], held_out.columns["event_time"]
         self.loader: Loader = SequenceLoader(self._train, batch=recipe.batch, last=recipe.features.history_last,
-                                             seed=recipe.seed, earlier=recipe.examples.earlier_windows)
+                                             seed=recipe.seed, earlier=recipe.examples.earlier_windows,
+                                             epochs=recipe.epochs)
 
     def make_model(self) -> Model:
         statistics = FeatureStatistics(self.recipe.features)

@@ -22,9 +22,9 @@ class ExampleConfig:
     ``gap_minutes`` begins a new request, a rating of ``like_threshold`` or more is a like, the last ``test_fraction``
     of events by time test and ``validation_fraction`` before them validate. Next item: each user's last event tests,
     the one before it validates; users with fewer than ``min_events`` are left out; one with more than a history holds
-    gives its last events, or with a chance of ``earlier_windows`` a stretch that ends anywhere. ``validate`` False
-    (next item only): the event before the last is trained on too, as published leave-one-out runs do; nothing
-    validates, so all epochs run and the last weights are kept."""
+    gives its last events, or a stretch that ends anywhere, with a chance that falls from ``earlier_windows`` to zero
+    over the epochs. ``validate`` False (next item only): the event before the last is trained on too, as published
+    leave-one-out runs do; nothing validates, so all epochs run and the last weights are kept."""
 
     name: str = "sessions"
     gap_minutes: float = 10.0

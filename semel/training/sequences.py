@@ -13,13 +13,14 @@ from semel.examples import take_events
 
 class SequenceLoader:
     """Users in batches of ``batch``, each with the last ``last`` events of its history (torch, from
-    ``history_tensors``), or with a chance of ``earlier`` as many that end anywhere after them. The order and the
-    choice depend on the histories, ``seed`` and the epoch only."""
+    ``history_tensors``), or with some chance as many that end anywhere. That chance is ``earlier`` in the first epoch
+    and falls to zero over ``epochs``: what counts in the end is what comes last. The order and the choice depend on the
+    histories, ``seed`` and the epoch only."""
 
     def __init__(self, histories: JaggedTable, *, batch: int, last: int, shuffle: bool = True, seed: int = 0,
-                 earlier: float = 0.0) -> None:
+                 earlier: float = 0.0, epochs: int = 1) -> None:
         self.histories, self.batch, self.last, self.shuffle, self.seed = histories, batch, last, shuffle, seed
-        self.earlier = earlier
+        self.earlier, self.epochs = earlier, epochs
         self.epoch = 0
         self.wait_seconds = 0.0
         self._next = 0
@@ -41,10 +42,11 @@ class SequenceLoader:
 
     def _left_out(self, generator: np.random.Generator) -> np.ndarray | None:
         """[users] how many of the latest events to leave out in this epoch."""
-        if not self.earlier:
+        chance = self.earlier * max(0.0, 1.0 - self.epoch / self.epochs)
+        if not chance:
             return None
         more = (self.histories.lengths.numpy() - self.last).clip(min=0)
-        return generator.integers(0, more, endpoint=True) * (generator.random(len(more)) < self.earlier)
+        return generator.integers(0, more, endpoint=True) * (generator.random(len(more)) < chance)
 
     def take(self, users: np.ndarray) -> JaggedTable:
         """The last events of some users."""

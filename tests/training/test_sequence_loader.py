@@ -28,7 +28,7 @@ def test_each_user_gives_its_last_events_once_an_epoch():
 
 
 def test_earlier_stretches_are_whole_and_end_anywhere():
-    loader = SequenceLoader(histories([30, 4, 5]), batch=3, last=5, earlier=0.5)
+    loader = SequenceLoader(histories([30, 4, 5]), batch=3, last=5, earlier=0.5, epochs=10**9)
     starts = []
     for _ in range(300):
         for row in rows(loader):
@@ -43,10 +43,16 @@ def test_earlier_stretches_are_whole_and_end_anywhere():
     assert 0.45 < np.mean(np.array(starts) == 25) < 0.6
 
 
+def test_the_chance_of_an_earlier_stretch_falls_to_zero():
+    loader = SequenceLoader(histories([60] * 300), batch=300, last=5, earlier=1.0, epochs=4)
+    shares = [np.mean([row[0][1] != 55 for row in rows(loader)]) for _ in range(6)]
+    assert shares[0] > 0.95 and 0.6 < shares[1] < 0.85 and 0.4 < shares[2] < 0.6 and shares[4] == shares[5] == 0
+
+
 @pytest.mark.parametrize("earlier", [0.0, 0.7])
 def test_resumed_in_the_middle_it_goes_on_as_it_would_have(earlier):
     def make():
-        return SequenceLoader(histories([8] * 7), batch=2, last=3, seed=5, earlier=earlier)
+        return SequenceLoader(histories([8] * 7), batch=2, last=3, seed=5, earlier=earlier, epochs=3)
 
     whole = [*rows(make())]
     loader = make()
