@@ -6,6 +6,7 @@ on the process, the generation or the dictionary it was read through.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from semel.batch import Jagged, JaggedTable, Pointers, RequestBatch, RequestRows, expand_rows, offsets_of
 from semel.examples.checksum import history_checksum
+from semel.examples.shared_reads import Histories, read_histories
 from semel.features import MISSING, Feature, FeatureSpec, stable_id
 from semel.history import HistoryStore, Projection
 
@@ -26,7 +28,7 @@ _RESERVED_CANDIDATE = ("item_id",)
 
 def materialize(
     rows: RequestRows, store: HistoryStore, catalogue: HistoryStore | None, features: FeatureSpec, *,
-    projection: Projection | None = None, checksum: bool = False,
+    projection: Projection | None = None, checksum: bool = False, histories: Histories | None = None,
 ) -> RequestBatch:
     """R request rows with C candidates -> a batch of torch tensors; the same rows give the same batch in any process.
 
@@ -38,21 +40,24 @@ def materialize(
     A user without events has an empty history. ``label``: all of ``features.tasks``, masked where a row has none.
 
     ``projection`` overrides which events are read (its ``last``, ``groups``, ``since``), never which columns.
-    Raises ValueError for features that the store or the catalogue lacks; what ``HistoryStore.read`` raises.
+    ``histories``: those of ``rows``, where ``read_ahead`` has read them already. Raises ValueError for features that
+    the store or the catalogue lacks; what ``HistoryStore.read`` raises.
     """
     import torch
 
-    histories = store.read(rows.pointers, _history_projection(store, features, projection))
+    if histories is None:
+        histories = read_ahead(rows, store, features, projection=projection)
     ids = _ids_of(store)
     request: dict[str, Any] = {
         "user_id": _tensor(stable_id(rows.pointers.user_id), np.int64),
         "as_of": _tensor(rows.pointers.as_of, np.int64),
-        "history": history_tensors(histories, features, ids),
+        "history": histories.spread(history_tensors(histories.events, features, ids)),
     }
     for feature in features.request:
         request[feature.name] = _raw_feature(feature, rows.context.get(feature.name), len(rows))
     if checksum:
-        request["history_checksum"] = torch.from_numpy(history_checksum(histories, ids.categorical).view(np.int64))
+        request["history_checksum"] = torch.from_numpy(history_checksum(histories.table(), ids.categorical)
+                                                       .view(np.int64))
     candidate: dict[str, Any] = {"item_id": _tensor(stable_id(rows.candidates.values), np.int64)}
     if features.candidate:
         candidate |= _candidate_features(rows, catalogue, features)
@@ -67,6 +72,13 @@ def materialize(
         rows.request_id, request, candidate, _tensor(rows.candidates.offsets, np.int64), label, mask,
         None if rows.weight is None else _tensor(rows.weight, np.float32), rows.pointers,
     )
+
+
+def read_ahead(rows: RequestRows, store: HistoryStore, features: FeatureSpec, *,
+               projection: Projection | None = None) -> Histories:
+    """The first half of ``materialize``: read the histories of ``rows``, each user's events once where its requests
+    can share them. Raises ValueError for features that the store lacks; what ``HistoryStore.read`` raises."""
+    return read_histories(store, rows.pointers, _history_projection(store, features, projection))
 
 
 def history_tensors(histories: JaggedTable, features: FeatureSpec, ids: StableIds | None = None) -> JaggedTable:
@@ -146,7 +158,7 @@ def _history_projection(store: HistoryStore, features: FeatureSpec, given: Proje
                              f"{', '.join(store.schema.columns)}")
     if given is None:
         return projection
-    return Projection(columns=projection.columns, last=given.last, groups=given.groups, since=given.since)
+    return dataclasses.replace(given, columns=projection.columns)
 
 
 def _candidate_features(rows: RequestRows, catalogue: HistoryStore | None, features: FeatureSpec) -> dict[str, Any]:

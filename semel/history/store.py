@@ -32,6 +32,7 @@ from semel.history.manifest import (
     segment_path,
 )
 from semel.history.schema import EventSchema, Projection, check_events
+from semel.history.tail import frozen
 
 T = TypeVar("T")
 SEGMENT_BYTES = 128 << 20  # a segment that has grown beyond this is sealed
@@ -268,6 +269,20 @@ class HistoryStore:
 
         chosen = self._answer(reading.select, pointers, projection)
         return chosen.count, np.ones(len(pointers), bool)
+
+    def shards_of(self, user_ids: Any) -> np.ndarray:
+        """[P] int64: the shard that keeps each user's events. Reads that ask for users of one shard touch its files
+        only."""
+        from semel.history import gather
+        from semel.history.compaction import packed
+
+        ids, shards = self._ids(user_ids), len(self._view.generation.shards)
+        out = np.empty(len(ids), np.int64)
+        if self.schema.string_keys:
+            gather.shards_of_strings(*packed([text.encode() for text in ids]), shards, out)
+        else:
+            gather.shards_of_integers(frozen(np.ascontiguousarray(ids)), shards, out)
+        return out
 
     def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection) -> T:
         from semel.history import reading
