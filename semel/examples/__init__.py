@@ -11,21 +11,23 @@ _HOME = {
     "JoinReport": "outcome_join", "exposure_rows": "outcome_join", "join": "outcome_join",
     "Label": "sessionize", "RATING_LABELS": "sessionize", "sessions": "sessionize",
     "RequestLoader": "loader",
+    "Histories": "shared_reads", "ReadCounters": "shared_reads", "read_histories": "shared_reads",
     "SequenceSet": "sequences", "leave_one_out": "sequences", "sequences_before": "sequences",
     "take_events": "sequences",
     "concat_rows": "rows", "read_rows": "rows", "rows_from_table": "rows", "rows_to_table": "rows",
     "context_columns": "context", "context_value": "context",
     "history_checksum": "checksum",
-    "history_tensors": "materialization", "materialize": "materialization",
+    "history_tensors": "materialization", "materialize": "materialization", "read_ahead": "materialization",
     "time_split": "splits",
 }
 
 __all__ = [
-    "EXPOSURE_SCHEMA", "OUTCOME_SCHEMA", "RATING_LABELS", "SHOWN", "ExampleSet", "ExposureLog", "JoinReport", "Label",
-    "OutcomeLog", "RequestLoader", "SequenceSet", "build_examples", "concat_rows", "context_columns", "context_value",
-    "exposure_rows", "exposure_schema", "history_checksum", "history_tensors", "join", "leave_one_out", "materialize",
-    "open_examples", "outcome_schema", "read_rows", "rows_from_table", "rows_to_table", "sequences_before", "sessions",
-    "take_events", "time_split",
+    "EXPOSURE_SCHEMA", "OUTCOME_SCHEMA", "RATING_LABELS", "SHOWN", "ExampleSet", "ExposureLog", "Histories",
+    "JoinReport", "Label", "OutcomeLog", "ReadCounters", "RequestLoader", "SequenceSet", "build_examples",
+    "concat_rows", "context_columns", "context_value", "exposure_rows", "exposure_schema", "history_checksum",
+    "history_tensors", "join", "leave_one_out", "materialize", "open_examples", "outcome_schema", "read_ahead",
+    "read_histories", "read_rows", "rows_from_table", "rows_to_table", "sequences_before", "sessions", "take_events",
+    "time_split",
 ]
 
 if TYPE_CHECKING:
@@ -35,11 +37,12 @@ if TYPE_CHECKING:
     from semel.examples.exposures import EXPOSURE_SCHEMA, OUTCOME_SCHEMA, SHOWN, exposure_schema, outcome_schema
     from semel.examples.loader import RequestLoader
     from semel.examples.logs import ExposureLog, OutcomeLog
-    from semel.examples.materialization import history_tensors, materialize
+    from semel.examples.materialization import history_tensors, materialize, read_ahead
     from semel.examples.outcome_join import JoinReport, exposure_rows, join
     from semel.examples.rows import concat_rows, read_rows, rows_from_table, rows_to_table
     from semel.examples.sequences import SequenceSet, leave_one_out, sequences_before, take_events
     from semel.examples.sessionize import RATING_LABELS, Label, sessions
+    from semel.examples.shared_reads import Histories, ReadCounters, read_histories
     from semel.examples.splits import time_split
 
 

@@ -209,7 +209,7 @@ def _column(table: JaggedTable, feature: Feature, ids: StableIds) -> np.ndarray:
     if feature.kind == "numeric":
         if dictionary is not None:
             raise ValueError(f"feature {feature.name!r} is numeric, but its column holds strings")
-        out = column.astype(np.float32)
+        out = column.astype(np.float32, copy=valid is not None)
         if valid is not None:
             out[~valid] = np.nan
         return out

@@ -1,9 +1,9 @@
 """One read of a user's history for all of its pointers in a batch.
 
-The history of an earlier pointer is a prefix of that of a later one, so their last events overlap. The newest pointer
-of each user is read (its *head*), the rows before the head's that older pointers need are read once (the *extension*),
-and each pointer gets its cut of the two. A pointer whose cut could differ from a read of its own gets a read of its
-own: the result is, bit for bit, what ``HistoryStore.read`` gives.
+The history of an earlier pointer is a prefix of that of a later one, so their last events overlap. Neighbouring
+pointers of a user are read through one, their *head*: as of the newest of them, with a few more events than the last
+ones, and each pointer gets its cut. A pointer whose cut could differ from a read of its own gets a read of its own: the
+result is, bit for bit, what ``HistoryStore.read`` gives.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import pyarrow as pa
 from semel.batch import JaggedTable, Pointers, offsets_of
 from semel.history import HistoryStore, Projection, Status
 
-_HEADS = 4               # most heads of one user in a batch; what they leave is read pointer by pointer
-_LEAST_EXTENSION = 16    # extensions are read in sizes that double from here: one read a size
-_NO_LIMIT = 1 << 62
-
+_NO_LIMIT = 1 << 61  # as ``last``, with room to add to it
+_WORTH = 0.8  # share only where it leaves less than this share of the events to read: a cut costs a copy
 
 @dataclass
 class ReadCounters:
@@ -54,8 +52,8 @@ class ReadCounters:
 @dataclass(frozen=True)
 class Histories:
     """P histories over the events that were read for them. ``events``: a row for each lookup; ``starts`` and
-    ``lengths`` [P, 2]: history p is two ranges of their values, one after the other (None: row p is history p);
-    ``status`` [P]; ``counters``: what it took."""
+    ``lengths`` [P]: history p is this range of their values (None: row p is history p); ``status`` [P]; ``counters``:
+    what it took."""
 
     events: JaggedTable
     starts: np.ndarray | None
@@ -75,7 +73,7 @@ class Histories:
         """``events``, or columns made of it value by value (numpy or torch), as the P histories."""
         if self.starts is None or self.lengths is None:
             return events
-        offsets = offsets_of(self.lengths.sum(axis=1))
+        offsets = offsets_of(self.lengths)
 
         def spread(values: Any) -> Any:
             if not isinstance(values, np.ndarray):
@@ -96,17 +94,42 @@ class Histories:
 def read_histories(store: HistoryStore, pointers: Pointers, projection: Projection) -> Histories:
     """What ``store.read(pointers, projection)`` gives, a user's events read once where they can be. Raises what
     ``store.read`` raises."""
-    user = _users(store, pointers, projection) if len(pointers) > 1 else np.zeros(len(pointers), np.int64)
-    if len(user) == user.max(initial=-1) + 1:  # nobody has two pointers
+    groups = _groups(store, pointers, projection) if len(pointers) > 1 else None
+    if groups is None:
         table = store.read(pointers, projection)
         return Histories(table, None, None, _status(table), _counters([table], projection, table.lengths))
-    return _SharedRead(store, pointers, projection, user).histories()
+    return _read_groups(store, pointers, projection, *groups)
+
+
+def _groups(store: HistoryStore, pointers: Pointers, projection: Projection,
+            ) -> tuple[np.ndarray, np.ndarray, int] | None:
+    """Which pointers share a read: [P] the group of each, [groups] the place of its newest, and how many events are
+    read for it at most. None where sharing saves too little."""
+    user = _users(store, pointers, projection)
+    if int(user.max(initial=0)) + 1 > _WORTH * len(pointers):
+        return None
+    # Where pointers stand in the history: only an estimate (of late events, groups left out), cuts are checked.
+    length = store.lengths(pointers, Projection((), since=projection.since))[0]
+    last = _NO_LIMIT if projection.last is None else int(projection.last)
+    order = np.lexsort((pointers.as_of, user))
+    group, newest = np.empty((2, len(pointers)), np.int64)
+    more = [0] if last == _NO_LIMIT else [0, last // 16, last // 4, last, 4 * last]
+    costs = [_group(order, user, length, last, extra, group, newest)[1] for extra in more]
+    best = more[int(np.argmin(costs))]
+    if min(costs) > _WORTH * int(np.minimum(length, last).sum()):
+        return None
+    count = _group(order, user, length, last, best, group, newest)[0]
+    return group, newest[:count], last + best
 
 
 def _users(store: HistoryStore, pointers: Pointers, projection: Projection) -> np.ndarray:
     """[P] numbers from 0 on; pointers with the same one may share reads. A column that was added later is null for
     older pointers, which are kept apart."""
-    user = pa.array(pointers.user_id).dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    if pointers.user_id.dtype == object:
+        codes = pa.array(pointers.user_id, pa.string()).dictionary_encode().indices
+        user = codes.to_numpy(zero_copy_only=False).astype(np.int64)
+    else:
+        user = np.unique(pointers.user_id, return_inverse=True)[1]
     layout = store.schema.layout
     added = sorted({since for name in projection.columns if name in layout
                     if (since := getattr(layout[name], "since_version", 0))})
@@ -116,116 +139,34 @@ def _users(store: HistoryStore, pointers: Pointers, projection: Projection) -> n
     return user
 
 
-class _SharedRead:
-    """The reads of one batch, their values thought of as lying one after the other. ``starts``, ``lengths`` [P, 2] and
-    ``status`` [P] are filled in as pointers are served."""
-
-    def __init__(self, store: HistoryStore, pointers: Pointers, projection: Projection, user: np.ndarray) -> None:
-        self.store, self.pointers, self.projection, self.user = store, pointers, projection, user
-        self.last = _NO_LIMIT if projection.last is None else int(projection.last)
-        newest = np.zeros(int(user.max()) + 1, np.int64)
-        np.maximum.at(newest, user, pointers.version)
-        self.older = pointers.version < newest[user]
-        need = ("event_time", "version") if self.older.any() else ("event_time",)
-        self.columns = tuple(dict.fromkeys((*projection.columns, *need)))
-        self.starts, self.lengths = np.zeros((2, len(pointers), 2), np.int64)
-        self.status = np.full(len(pointers), Status.OK.value, np.uint8)
-        self.seen = np.full(len(pointers), -1, np.int64)  # [P] how many events an older pointer sees
-        self.tables: list[JaggedTable] = []
-
-    def histories(self) -> Histories:
-        left = self._ask_older() if self.older.any() else np.arange(len(self.pointers))
-        alone: list[np.ndarray] = []
-        for _ in range(_HEADS):
-            if len(left):
-                left, refused = self._serve(left)
-                alone.append(refused)
-        rest = np.concatenate([*alone, left])
-        if len(rest):
-            table, begin = self._read(self.pointers[rest], self.projection.columns, self.last)
-            self._put(rest, begin[:-1], np.zeros(len(rest), np.int64), 0)  # they may have been given a cut that failed
-            self._put(rest, begin[:-1], table.lengths, 1)
-            self.status[rest] = _status(table)
-        return Histories(_concatenate(self.tables, self.projection.columns), self.starts, self.lengths, self.status,
-                         _counters(self.tables, self.projection, self.lengths))
-
-    def _ask_older(self) -> np.ndarray:
-        """How much pointers see whose version is older than their head's, and their status, for which no column is
-        read. Returns the rows that are left: all but those that see nothing."""
-        older = np.flatnonzero(self.older)
-        found = self.store.read(self.pointers[older], dataclasses.replace(self.projection, columns=()))
-        self.seen[older], self.status[older] = found.lengths, _status(found)
-        return np.flatnonzero(self.seen != 0)
-
-    def _read(self, pointers: Pointers, columns: tuple[str, ...], last: int) -> tuple[JaggedTable, np.ndarray]:
-        """Histories and where they begin among the values of all reads: [pointers + 1]."""
-        before = sum(int(table.offsets[-1]) for table in self.tables)
-        table = self.store.read(pointers, dataclasses.replace(
-            self.projection, columns=columns, last=None if last >= _NO_LIMIT else last))
-        self.tables.append(table)
-        return table, table.offsets + before
-
-    def _put(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, part: int) -> None:
-        self.starts[rows, part], self.lengths[rows, part] = starts, lengths
-
-    def _serve(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One head for each user of ``rows``. Returns the rows that need another head, and those that need a read of
-        their own."""
-        users, group = np.unique(self.user[rows], return_inverse=True)
-        as_of, version = self.pointers.as_of[rows], self.pointers.version[rows]
-        someone = np.empty(len(users), np.int64)
-        someone[group] = rows
-        top = np.full((2, len(users)), np.iinfo(np.int64).min)
-        np.maximum.at(top[0], group, as_of)
-        np.maximum.at(top[1], group, version)
-        heads = Pointers(self.pointers.user_id[someone], top[0], top[1])
-        table, begin = self._read(heads, self.columns, self.last)
-
-        own = (as_of == top[0][group]) & (version == top[1][group])  # the head itself, whatever its status says
-        fine = _status(table)[group] == Status.OK
-        cut, count = _cuts(table.offsets, table.columns["event_time"], group, as_of), table.lengths[group]
-        short = np.where((count < self.last) | (cut == count), 0, self.last - cut)  # rows before the head's
-        short[own | ~fine] = 0
-        left = (short > 0) & (cut == 0)
-        partly = (short > 0) & ~left
-        room, room_begin = self._extend(heads, table, group[partly], short[partly])
-        left |= partly & (room[group] < 0)
-
-        before = np.minimum(short, room[group]).clip(min=0)  # fewer than short where the history begins there
-        self._put(rows, (room_begin + room)[group] - before, before, 0)
-        within = np.minimum(cut, self.last)
-        self._put(rows, begin[group] + cut - within, within, 1)
-        served = own | (fine & ~left)
-        if self.older.any():
-            seen, check = self.seen[rows], np.flatnonzero(served & ~own & (version < top[1][group]))
-            same = (seen[check] == (before + within)[check]) & (self.status[rows[check]] == Status.OK)
-            versions = np.concatenate([table.columns["version"] for table in self.tables])
-            served[check] = same & _visible(versions, self.starts[rows[check]], self.lengths[rows[check]],
-                                            version[check])
-        self.status[rows[own]] = _status(table)[group[own]]
-        return rows[left], rows[~served & ~left]
-
-    def _extend(self, heads: Pointers, table: JaggedTable, group: np.ndarray, short: np.ndarray,
-                ) -> tuple[np.ndarray, np.ndarray]:
-        """Read the ``short`` rows before the heads of ``group``. Returns for each head how many there are (-1: not
-        read) and where they begin."""
-        room, room_begin = np.full(len(heads), -1, np.int64), np.zeros(len(heads), np.int64)
-        asking = np.bincount(group, minlength=len(heads))
-        need = np.zeros(len(heads), np.int64)
-        np.maximum.at(need, group, short)
-        # Up to and including the head's first time: its rows of that time come again at the end and are left out.
-        first, ties = _first_times(table.offsets, table.columns["event_time"])
-        size = _LEAST_EXTENSION << np.ceil(np.log2(np.maximum(need + ties, 1) / _LEAST_EXTENSION)).clip(
-            min=0).astype(np.int64)
-        worth = (need > 0) & (size <= self.last * asking)
-        for last in np.unique(size[worth]).tolist():
-            some = np.flatnonzero(worth & (size == last))
-            pointers = Pointers(heads.user_id[some], first[some] + 1, heads.version[some])
-            found, begin = self._read(pointers, self.columns, last)
-            fine = (_status(found) == Status.OK) & (found.lengths >= ties[some])
-            room[some] = np.where(fine, found.lengths - ties[some], -1)
-            room_begin[some] = begin[:-1]
-        return room, room_begin
+def _read_groups(store: HistoryStore, pointers: Pointers, projection: Projection, group: np.ndarray,
+                 newest: np.ndarray, last: int) -> Histories:
+    version = np.zeros(len(newest), np.int64)
+    np.maximum.at(version, group, pointers.version)
+    older = np.flatnonzero(pointers.version < version[group])
+    need = ("event_time", "version") if len(older) else ("event_time",)
+    head = dataclasses.replace(projection, columns=tuple(dict.fromkeys((*projection.columns, *need))),
+                               last=None if last >= _NO_LIMIT else last)
+    table = store.read(Pointers(pointers.user_id[newest], pointers.as_of[newest], version), head)
+    of_head = _status(table)
+    status, seen = of_head[group], np.full(len(pointers), -1, np.int64)
+    if len(older):  # how much they see, and their status, for which no column is read
+        found = store.read(pointers[older], dataclasses.replace(projection, columns=()))
+        seen[older], status[older] = found.lengths, _status(found)
+    usual = (of_head == Status.OK) | (of_head == Status.UNKNOWN_USER)
+    starts, lengths = np.empty((2, len(pointers)), np.int64)
+    good = _cuts(table.offsets, table.columns["event_time"], table.columns.get("version", table.offsets), group,
+                 usual, pointers.as_of, pointers.version, _NO_LIMIT if projection.last is None else projection.last,
+                 last, seen, status, starts, lengths)
+    tables = [table]
+    alone = np.flatnonzero(~good)
+    if len(alone):
+        begin = table.offsets[-1]
+        table = store.read(pointers[alone], projection)
+        tables.append(table)
+        starts[alone], lengths[alone], status[alone] = begin + table.offsets[:-1], table.lengths, _status(table)
+    return Histories(_concatenate(tables, projection.columns), starts, lengths, status,
+                     _counters(tables, projection, lengths))
 
 
 def _status(table: JaggedTable) -> np.ndarray:
@@ -233,14 +174,11 @@ def _status(table: JaggedTable) -> np.ndarray:
 
 
 def _counters(tables: list[JaggedTable], projection: Projection, lengths: np.ndarray) -> ReadCounters:
-    def width(table: JaggedTable, names: Any) -> int:
-        return sum(table.columns[name].itemsize * int(np.prod(table.columns[name].shape[1:])) for name in names)
-
-    read, delivered = [int(table.offsets[-1]) for table in tables], int(lengths.sum())
-    return ReadCounters(
-        len(lengths), sum(map(len, tables)), sum(read), delivered,
-        sum(count * width(table, table.columns) for count, table in zip(read, tables, strict=True)),
-        delivered * (width(tables[0], projection.columns) if tables else 0))
+    read, delivered = sum(int(table.offsets[-1]) for table in tables), int(lengths.sum())
+    nbytes = sum(column.nbytes for table in tables for column in table.columns.values())
+    wanted = sum(table.columns[name].nbytes for table in tables for name in projection.columns)
+    return ReadCounters(len(lengths), sum(map(len, tables)), read, delivered, nbytes,
+                        delivered * (wanted // max(read, 1)))
 
 
 def _concatenate(tables: list[JaggedTable], names: tuple[str, ...]) -> JaggedTable:
@@ -269,46 +207,52 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 @numba.njit(cache=True, nogil=True)
-def _cuts(offsets: Any, times: Any, row: Any, as_of: Any) -> Any:
-    """How many events of history ``row[i]`` are before ``as_of[i]``."""
-    out = np.empty(len(row), np.int64)
-    for i in range(len(row)):
-        start = offsets[row[i]]
-        out[i] = np.searchsorted(times[start : offsets[row[i] + 1]], as_of[i])
-    return out
+def _group(order: Any, user: Any, length: Any, last: int, more: int, group: Any, newest: Any) -> Any:
+    """Go through each user's pointers, newest first: one that needs at most ``more`` events before those that the head
+    needs belongs to its group, any other is the head of the next. Returns how many groups there are and how many events
+    their reads take."""
+    groups, events, head = 0, 0, -1
+    for k in range(len(order) - 1, -1, -1):
+        i = order[k]
+        if head < 0 or user[i] != user[head] or (length[head] > last + more and length[head] - length[i] > more):
+            head = i
+            newest[groups] = i
+            groups += 1
+            events += min(length[i], last + more)
+        group[i] = groups - 1
+    return groups, events
 
 
 @numba.njit(cache=True, nogil=True)
-def _first_times(offsets: Any, times: Any) -> Any:
-    """The time of each history's first event, and how many events have it."""
-    rows = len(offsets) - 1
-    first, ties = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-    for row in range(rows):
-        if offsets[row] < offsets[row + 1]:
-            first[row] = times[offsets[row]]
-            while offsets[row] + ties[row] < offsets[row + 1] and times[offsets[row] + ties[row]] == first[row]:
-                ties[row] += 1
-    return first, ties
+def _cuts(offsets: Any, times: Any, versions: Any, group: Any, usual: Any, as_of: Any, version: Any, last: int,
+          most: int, seen: Any, status: Any, starts: Any, lengths: Any) -> Any:
+    """Each pointer's cut of its head's events (of which ``most`` were read), and whether it is what the pointer sees:
+    the head's status is ``usual``, no event that it needs lies before those read, and for a pointer of an older version
+    (``seen`` not -1) all events are of visible versions and as many as it ``seen``."""
+    good = np.empty(len(group), np.bool_)
+    for i in range(len(group)):
+        row = group[i]
+        start, end = offsets[row], offsets[row + 1]
+        cut = start + np.searchsorted(times[start:end], as_of[i])
+        starts[i] = max(start, cut - last)
+        lengths[i] = cut - starts[i]
+        if seen[i] == 0:
+            lengths[i] = 0
+            good[i] = True
+            continue
+        good[i] = usual[row] and (lengths[i] == last or end - start < most)
+        if seen[i] > 0:
+            good[i] &= seen[i] == lengths[i] and status[i] == 0
+            for at in range(starts[i], cut):
+                good[i] &= versions[at] <= version[i]
+    return good
 
 
 @numba.njit(cache=True, nogil=True)
-def _visible(versions: Any, starts: Any, lengths: Any, version: Any) -> Any:
-    """Whether all events of both ranges are of visible versions."""
-    out = np.ones(len(version), np.bool_)
-    for i in range(len(version)):
-        for part in range(2):
-            for at in range(starts[i, part], starts[i, part] + lengths[i, part]):
-                out[i] &= versions[at] <= version[i]
-    return out
-
-
-@numba.njit(cache=True, nogil=True)
-def _copy(starts: Any, lengths: Any, width: Any, values: Any, out: Any) -> None:
+def _copy(starts: Any, lengths: Any, width: int, values: Any, out: Any) -> None:
     """The ranges one after the other, ``width`` values an event; arrays are flat."""
     to = 0
     for i in range(len(starts)):
-        for part in range(2):
-            start = starts[i, part] * width
-            for k in range(lengths[i, part] * width):
-                out[to + k] = values[start + k]
-            to += lengths[i, part] * width
+        start, count = starts[i] * width, lengths[i] * width
+        out[to : to + count] = values[start : start + count]
+        to += count

@@ -61,6 +61,17 @@ def test_one_pass_yields_every_request_once_and_epochs_differ(store):
     assert ids(other) != first
 
 
+def test_true_means_full_and_false_means_none(store):
+    def make(shuffle):
+        return RequestLoader(make_rows(), store, features=SPEC, batch_requests=5, shuffle=shuffle)
+
+    assert ids(make(True)) == ids(make("full")) != ids(make("window"))
+    assert ids(make(False)) == ids(make(None))
+    assert ids(RequestLoader(make_rows(), store, features=SPEC, batch_requests=5)) == ids(make("window"))
+    with pytest.raises(ValueError, match='"window", "full" or None, got \'ful\''):
+        make("ful")
+
+
 @settings(max_examples=25, deadline=None)
 @given(world_size=st.integers(1, 5), size=st.integers(1, 30), tokens=st.sampled_from([None, 1, 9, 40]),
        workers=st.integers(0, 3), epoch=st.integers(0, 2))
@@ -202,10 +213,79 @@ def test_examples_may_be_rows_a_table_a_file_or_files(store, tmp_path):
 
 def test_impossible_settings_are_refused(store):
     for settings_ in ({"batch_requests": 0}, {"batch_tokens": 0}, {"rank": 2, "world_size": 2}, {"world_size": 0},
-                      {"workers": -1}):
+                      {"workers": -1}, {"window": 0}, {"together": 0}):
         with pytest.raises(ValueError, match=r"must be"):
             RequestLoader(make_rows(), store, features=SPEC, **settings_)
     assert ids(RequestLoader(make_rows().select(np.empty(0, np.int64)), store, features=SPEC)) == []
+
+
+@pytest.fixture(scope="module")
+def long_store(tmp_path_factory):
+    """24 users of 400 events each and 480 requests at their times; the same users with their last 100 events only."""
+    folder = tmp_path_factory.mktemp("tenants")
+    rng = np.random.default_rng(2)
+    users, when = np.tile(np.arange(24), 400), np.repeat(np.arange(400), 24)
+    stores = []
+    for name, keep in (("whole", when >= 0), ("last", when >= 300)):
+        store = HistoryStore.create(folder / name, EventSchema({"item_id": pa.int64()}), shards=4)
+        store.append(pa.table({"user_id": users[keep], "event_time": when[keep], "item_id": when[keep]}))
+        store.compact()
+        stores.append(store)
+    at = np.sort(rng.integers(1, 400, 480))
+    rows = RequestRows(
+        np.array([f"r{i}" for i in range(480)], object), Pointers(rng.integers(0, 24, 480), at, np.array(1)),
+        np.zeros(480, np.int64), {}, Jagged(np.arange(480), np.arange(481)), {}, {})
+    yield *stores, rows
+    for store in stores:
+        store.close()
+
+
+def test_affinity_saves_lookups_and_bytes_and_counts_them(long_store):
+    store, _, rows = long_store
+    counters = {}
+    for shuffle in ("window", "full", None):
+        loader = RequestLoader(rows, store, features=FeatureSpec(history_last=100), batch_requests=48, shuffle=shuffle)
+        events = sum(int(batch.request["history"].offsets[-1]) for batch in loader)
+        counters[shuffle] = loader.counters
+        assert loader.counters.pointers == 480 and loader.counters.events_delivered == events
+    window, full = counters["window"], counters["full"]
+    assert window.events_delivered == full.events_delivered
+    assert window.lookups < full.lookups / 2 and window.bytes_saved > 2 * full.bytes_saved
+    assert window.bytes_read < 0.5 * window.bytes_delivered
+
+
+def test_a_short_tenant_reads_what_it_would_read_alone(long_store):
+    """Two loaders over one dataset, in turns; and a store that keeps only what the short one needs."""
+    whole, last, rows = long_store
+    recent = rows.select(np.flatnonzero(rows.pointers.as_of == 399))
+    head = RequestRows(recent.request_id, Pointers(recent.pointers.user_id, 400, 1), recent.catalogue_version, {},
+                       recent.candidates, {}, {})
+
+    def tenant(store, length, rows=rows):
+        return RequestLoader(rows, store, features=FeatureSpec(history_last=length), batch_requests=32, seed=5)
+
+    alone = tenant(whole, 20)
+    single = [batch.request["history"]["item_id"].values for batch in alone]
+    short, long = tenant(whole, 20), tenant(whole, 399)
+    for one, other, want in zip(short, long, single, strict=True):
+        assert one.request_id.tolist() == other.request_id.tolist()
+        assert torch.equal(one.request["history"]["item_id"].values, want)
+    assert short.counters == alone.counters
+    assert long.counters.events_delivered > 5 * short.counters.events_delivered
+    kept, cut = tenant(whole, 100, head), tenant(last, 100, head)
+    for one, other in zip(kept, cut, strict=True):
+        assert torch.equal(one.request["history"]["item_id"].values, other.request["history"]["item_id"].values)
+    assert kept.counters.events_delivered == cut.counters.events_delivered == 100 * len(head)
+    assert kept.counters.bytes_read <= 1.1 * cut.counters.bytes_delivered
+
+
+def test_a_state_of_a_store_with_other_shards_is_refused(store, tmp_path):
+    state = RequestLoader(make_rows(), store, features=SPEC).state_dict()
+    with HistoryStore.create(tmp_path / "other", EventSchema({"item_id": pa.int64()}), shards=5) as other:
+        with pytest.raises(ValueError, match="fingerprint"):
+            RequestLoader(make_rows(), other, features=SPEC).load_state_dict(state)
+        full = RequestLoader(make_rows(), store, features=SPEC, shuffle="full").state_dict()
+        RequestLoader(make_rows(), other, features=SPEC, shuffle="full").load_state_dict(full)
 
 
 def test_batches_are_equal_whatever_materializes_them(store):
