@@ -44,40 +44,45 @@ def assert_same(got: JaggedTable, want: JaggedTable) -> None:
         {n: v.tolist() for n, v in (want.dictionaries or {}).items()}
 
 
-event = st.tuples(st.integers(0, 2), TIMES, st.one_of(st.none(), st.integers(0, 99)),
-                  st.sampled_from([None, "click", "like", "buy"]))
 PROJECTIONS = st.builds(
     Projection, columns=st.lists(st.sampled_from([*COLUMNS, "event_time", "version"]), min_size=1, max_size=4,
                                  unique=True),
-    last=st.one_of(st.none(), st.integers(1, 40)),
-    groups=st.one_of(st.none(), st.lists(st.sampled_from(["click", "like", "never"]), max_size=2)),
-    since=st.one_of(st.none(), st.integers(0, 30)))
+    last=st.sampled_from([None, 1, 3, 10, 30, 100]),
+    groups=st.one_of(st.none(), st.none(), st.lists(st.sampled_from(["click", "like", "never"]), max_size=2)),
+    since=st.one_of(st.none(), st.none(), st.integers(0, 30)))
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), appends=st.lists(st.tuples(st.lists(event, min_size=1, max_size=60), st.booleans()), min_size=1,
-                                        max_size=5), text=st.booleans())
-def test_shared_reads_equal_separate_reads(data, appends, text):
+@given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(1, 150), min_size=1, max_size=5),
+       compact=st.integers(0, 5), latest=st.sampled_from([5, 60, 600]), users=st.integers(1, 3), late=st.booleans(),
+       text=st.booleans(), projections=st.lists(PROJECTIONS, min_size=1, max_size=4))
+def test_shared_reads_equal_separate_reads(seed, sizes, compact, latest, users, late, text, projections):
     """Late events, ties, nulls, several versions, unknown users; compacted, recent and both."""
+    rng = np.random.default_rng(seed)
     key_type = pa.string() if text else pa.int64()
     with tempfile.TemporaryDirectory() as folder, HistoryStore.create(
             Path(folder) / "s", EventSchema(COLUMNS, key_type, group="action"), shards=2) as store:
-        for rows, compact in appends:
-            store.append(events(rows, text))
-            if compact:
+        for at, size in enumerate(sizes):
+            first = 0 if late else at * latest // len(sizes)
+            store.append(events([
+                (int(rng.integers(0, users)), int(rng.integers(first, latest + 1)),
+                 int(rng.integers(0, 99)) if rng.random() < 0.9 else None,
+                 [None, "click", "like", "buy"][rng.integers(0, 4)]) for _ in range(size)], text))
+            if at == compact:
                 store.compact()
-        versions = st.one_of(st.just(store.version), st.integers(0, store.version))
-        for _ in range(3):
-            drawn = data.draw(st.lists(st.tuples(st.integers(0, 3), TIMES, versions), max_size=14))
-            users = [f"ü{user}" if text else user for user, _, _ in drawn]
-            pointers = Pointers(np.array(users, object if text else np.int64),
-                                np.array([p[1] for p in drawn], np.int64), np.array([p[2] for p in drawn], np.int64))
-            projection = data.draw(PROJECTIONS)
+        for projection in projections:
+            count = int(rng.integers(0, 16))
+            of = rng.integers(0, users + 1, count)
+            as_of = rng.integers(0, latest + 2, count) if rng.random() < 0.5 else \
+                np.clip(latest - rng.geometric(0.2, count), 0, None)
+            version = rng.integers(0, store.version + 1, count) if rng.random() < 0.5 else \
+                np.full(count, store.version) - (rng.random(count) < 0.1)
+            pointers = Pointers(np.array([f"ü{n}" for n in of], object) if text else of, as_of, version)
             histories = read_histories(store, pointers, projection)
             want = store.read(pointers, projection)
             assert_same(histories.table(), want)
             counters = histories.counters
-            assert counters.pointers == len(drawn) and counters.events_delivered == want.offsets[-1]
+            assert counters.pointers == count and counters.events_delivered == want.offsets[-1]
             assert counters.bytes_delivered == sum(column.nbytes for column in want.columns.values())
 
 
