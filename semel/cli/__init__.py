@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from semel.cli import compact, demo, evaluate, info, ingest, replay, report, serve, train
+from semel.cli import compact, demo, evaluate, export, info, ingest, replay, report, serve, shadow, train
 from semel.cli.errors import Verbs
 
 app = typer.Typer(
@@ -41,8 +41,10 @@ def _global_options(
 app.command("demo")(demo.demo)
 app.command("ingest")(ingest.ingest)
 app.command("compact")(compact.compact)
+app.command("export")(export.export)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
+app.command("shadow")(shadow.shadow)
 app.command("serve")(serve.serve)
 app.command("replay")(replay.replay)
 app.command("report")(report.report)

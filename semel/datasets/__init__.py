@@ -2,6 +2,7 @@
 
     dataset = fetch("ml-1m")                 # or read("folder"), or read("events.parquet", columns=EventColumns(...))
     report = ingest(dataset, "store")
+    report = ingest_files(["events/"], "store")          # tables of your own, larger than memory, or into a store again
 
 ``semel.datasets.simulate`` makes a data set with known truth.
 """
@@ -10,10 +11,11 @@ from semel.datasets.dataset import Dataset, Progress, Tables
 from semel.datasets.fetching import DatasetNotFound, fetch
 from semel.datasets.ingestion import IngestReport, ingest
 from semel.datasets.layouts import LAYOUTS, Layout, detect, read
+from semel.datasets.own_events import ingest_files
 from semel.datasets.published import PUBLISHED
 from semel.datasets.table import EventColumns
 
 __all__ = [
     "LAYOUTS", "PUBLISHED", "Dataset", "DatasetNotFound", "EventColumns", "IngestReport", "Layout", "Progress",
-    "Tables", "detect", "fetch", "ingest", "read",
+    "Tables", "detect", "fetch", "ingest", "ingest_files", "read",
 ]

@@ -30,7 +30,8 @@ DATASET_FORMAT = 1
 class IngestReport:
     """``events`` appended, by ``users``; ``items`` in the catalogue; ``seconds`` of appending and compacting, events
     and items; ``events_per_second`` = events / seconds; ``bytes`` of all files of the store; ``version`` after the
-    last append of events."""
+    last append of events; ``appended``: the events of these that the store did not have before; ``notes``: what was
+    decided or left out."""
 
     events: int
     users: int
@@ -39,6 +40,8 @@ class IngestReport:
     events_per_second: float
     bytes: int
     version: int
+    appended: int
+    notes: tuple[str, ...] = ()
 
 
 def ingest(dataset: Dataset, store: Path, progress: Progress | None = None, shards: int = 16) -> IngestReport:
@@ -68,8 +71,8 @@ def _build(dataset: Dataset, path: Path, progress: Progress | None, shards: int)
     events = events_of(dataset)
     users = len(pc.unique(events["user_id"]))
     began = time.perf_counter()
-    version = _fill(path, events, "user_id", shards, "events", progress)
-    catalogue_version = _fill(path / "catalogue", items, "item_id", CATALOGUE_SHARDS, "items", progress)
+    version = fill(path, events, "user_id", shards, "events", progress)
+    catalogue_version = fill(path / "catalogue", items, "item_id", CATALOGUE_SHARDS, "items", progress)
     seconds = time.perf_counter() - began
     for name, table in (("users", dataset.users), ("impressions", dataset.impressions)):
         if table is not None:
@@ -88,10 +91,10 @@ def _build(dataset: Dataset, path: Path, progress: Progress | None, shards: int)
     (path / "dataset.json").write_text(json.dumps(note, indent=2, ensure_ascii=False) + "\n", encoding="utf8")
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return IngestReport(dataset.events.num_rows, users, items.num_rows, seconds,
-                        dataset.events.num_rows / seconds, size, version)
+                        dataset.events.num_rows / seconds, size, version, dataset.events.num_rows, dataset.notes)
 
 
-def _fill(path: Path, table: pa.Table, key: str, shards: int, what: str, progress: Progress | None) -> int:
+def fill(path: Path, table: pa.Table, key: str, shards: int, what: str, progress: Progress | None) -> int:
     """Creates a store of the table's rows, in their order, and compacts it; the version of the last append."""
     columns = {field.name: field.type for field in table.schema if field.name not in (key, "event_time")}
     group = "action" if "action" in columns else None
@@ -119,9 +122,12 @@ def events_of(dataset: Dataset) -> pa.Table:
 
 
 def catalogue_of(dataset: Dataset) -> pa.Table:
+    """The catalogue's rows for a whole data set."""
+    return catalogue_rows(dataset.items, pc.unique(dataset.events["item_id"]))
+
+
+def catalogue_rows(items: pa.Table | None, seen: pa.Array) -> pa.Table:
     """The rows of the catalogue: every item with features, then every other item that has events, with nulls."""
-    seen = pc.unique(dataset.events["item_id"])
-    items = dataset.items
     if items is None:
         items = pa.table({"item_id": pa.array([], seen.type)})
     if items.schema.field("item_id").type != seen.type:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,33 @@ class EventColumns:
     ``unit``: of times that are numbers since 1970: ``s``, ``ms``, ``us`` or ``ns``; ``iso`` for text. None: by the
     column's name (``event_time`` is in microseconds, ``..._s``, ``..._ms``, ``..._us``, ``..._ns`` say so); a number
     whose name says nothing is refused rather than guessed. Timestamps, dates and ISO 8601 text need no unit; without
-    an offset they are UTC.
+    an offset they are UTC. ``others``: further columns to keep, stored name -> name in the table; None: all, as they
+    are called.
     """
 
     user_id: str = "user_id"
     item_id: str = "item_id"
     event_time: str = "event_time"
     unit: str | None = None
+    others: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in (None, "iso", *UNITS):
             raise ValueError(f"time unit {self.unit!r} is none of {', '.join(UNITS)}, iso")
+        if len({self.user_id, self.item_id, self.event_time}) < 3:
+            raise ValueError(f"user, item and time must be three columns, got {self.user_id!r}, {self.item_id!r} and "
+                             f"{self.event_time!r}")
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Stored name -> name in the table, of the three that every event has."""
+        return {"user_id": self.user_id, "item_id": self.item_id, "event_time": self.event_time}
+
+    def further(self, names: Sequence[str]) -> dict[str, str]:
+        """Stored name -> name in the table, of the columns to keep beside these, where the table has ``names``."""
+        if self.others is not None:
+            return dict(self.others)
+        return {name: name for name in names if name not in self.keys.values()}
 
 
 def read_events(path: Path, columns: EventColumns = EventColumns()) -> Tables:
@@ -49,31 +66,26 @@ def read_events(path: Path, columns: EventColumns = EventColumns()) -> Tables:
         events_path, items_path, users_path = found["events"], found["items"], found["users"]
         if events_path is None:
             raise FileNotFoundError(f"{path}: no events.parquet or events.csv in it")
-        items = _features(items_path, columns.item_id, "item_id") if items_path else None
-        users = _features(users_path, columns.user_id, "user_id") if users_path else None
+        items = read_features(items_path, columns.item_id, "item_id") if items_path else None
+        users = read_features(users_path, columns.user_id, "user_id") if users_path else None
     else:
         events_path = path
-    keys = {columns.user_id: "user_id", columns.item_id: "item_id", columns.event_time: "event_time"}
-    if len(keys) < 3:
-        raise ValueError(f"user, item and time must be three columns, got {columns}")
     raw, first_line = _read(events_path, (columns.user_id, columns.item_id))
-    for name in keys:
+    for name in (*columns.keys.values(), *(columns.others or {}).values()):
         if name not in raw.column_names:
             raise ValueError(missing_column(str(events_path), name, raw.column_names))
     if not raw.num_rows:  # before types are looked at: those of no rows mean nothing
         raise ValueError(f"{events_path}: no events in it")
     where = str(events_path)
     out: dict[str, Any] = {
-        "user_id": _ids(raw[columns.user_id], columns.user_id, where),
-        "item_id": _ids(raw[columns.item_id], columns.item_id, where),
+        "user_id": integer_or_string(raw[columns.user_id], columns.user_id, where),
+        "item_id": integer_or_string(raw[columns.item_id], columns.item_id, where),
         "event_time": to_time(raw[columns.event_time], columns.event_time, columns.unit, where, first_line)}
     notes = []
-    for name in raw.column_names:
-        if name in keys:
-            continue
-        column = storable(raw[name])
+    for name, source in columns.further(raw.column_names).items():
+        column = storable(raw[source])
         if column is None or name in out or name in RESERVED:
-            notes.append(f"column {name!r} ({raw.schema.field(name).type}) is left out")
+            notes.append(f"column {source!r} ({raw.schema.field(source).type}) is left out")
         else:
             out[name] = column
     return Tables(build_events(out, where, first_line), items, users, None, tuple(notes))
@@ -135,10 +147,10 @@ def _iso(column: pa.ChunkedArray, name: str, where: str, first_line: int) -> pa.
         raise
 
 
-def _ids(column: pa.ChunkedArray, name: str, where: str) -> pa.ChunkedArray | pa.Array:
+def integer_or_string(column: pa.ChunkedArray, name: str, where: str) -> pa.ChunkedArray | pa.Array:
     kind = column.type
     if pa.types.is_dictionary(kind):
-        return _ids(column.cast(kind.value_type), name, where)
+        return integer_or_string(column.cast(kind.value_type), name, where)
     if pa.types.is_uint64(kind):
         top = pc.max(column).as_py() or 0
         if top > 2**63 - 1:
@@ -177,11 +189,12 @@ def _read(path: Path, id_columns: tuple[str, ...]) -> tuple[pa.Table, int]:
     return raw, 2
 
 
-def _features(path: Path, key: str, name: str) -> pa.Table:
+def read_features(path: Path, key: str, name: str) -> pa.Table:
+    """The features in a Parquet or CSV table, one row a ``key``, which is called ``name`` in the result."""
     raw, first_line = _read(path, (key,))
     if key not in raw.column_names:
         raise ValueError(missing_column(str(path), key, raw.column_names))
-    columns: dict[str, Any] = {name: _ids(raw[key], key, str(path))}
+    columns: dict[str, Any] = {name: integer_or_string(raw[key], key, str(path))}
     for other in raw.column_names:
         if other == key:
             continue

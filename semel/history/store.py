@@ -329,6 +329,14 @@ class HistoryStore:
         self._check_open()
         return self._again(keys_of)
 
+    def shards_of(self, user_ids: Any) -> np.ndarray:
+        """[P] int64: the shard in which each user's events lie, or would."""
+        from semel.history.compaction import shards_of
+
+        ids = self._ids(user_ids)
+        keys = [text.encode() for text in ids] if self.schema.string_keys else np.ascontiguousarray(ids)
+        return shards_of(keys, len(self._view.generation.shards))
+
     # -- housekeeping -------------------------------------------------------------------------------------------
 
     def compact(self, progress: Callable[[int, int], None] | None = None, codec: Codec = "packed") -> int:
