@@ -223,9 +223,9 @@ def _cut(table: pa.Table, file: FatFile, strict: bool,
     default (not ``strict``) and has another length somewhere is no part of the history: it leaves ``file``'s types."""
     events, names, where = file.events, file.columns, str(file.events.path)
     users = integer_or_string(table[names.user_id], names.user_id, where).combine_chunks()
-    check_ids(pa.chunked_array([users]), names.user_id, f"{where} (row)", file.rows + 1)
+    check_ids(pa.chunked_array([users]), names.user_id, where, file.rows + 1)
     request_time = _times(table[names.request_time], names.request_time, names.unit, where, file.rows + 1)
-    check_times(request_time, f"{where} ({names.request_time})", file.rows + 1)
+    check_times(request_time, where, file.rows + 1)
     lengths: np.ndarray | None = None
     lists: dict[str, pa.Array] = {}
     for name in ("item_id", "event_time", *(n for n in events.types if n not in ("user_id", "item_id"))):
