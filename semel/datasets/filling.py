@@ -27,6 +27,8 @@ from semel.history import EventSchema, HistoryStore
 
 JOURNAL = "ingested.json"
 JOURNAL_FORMAT = 1
+COMPACT_EVENTS = 32_000_000
+"""A writer holds what is in the log in memory, some fifty bytes an event; more is compacted on the way."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,13 @@ def fill_store(store: Path, schema: EventSchema, pieces: Iterable[tuple[str, pa.
         if work.exists() and not _continues(work, origin):
             shutil.rmtree(work)  # of an ingest that was given up
     else:
-        _refuse_changed(store, origin)
+        _join(store, origin)
     began = time.perf_counter()
     with _open_or_create(work, schema, shards) as handle:
         if handle.schema != schema:
             raise ValueError(f"{work}: left by an ingest with another schema; remove it (rm -r {work})")
         _note_files(work, origin)
+        before = handle.stats()["events"]["total"]
         appended, events, seen = _append(handle, pieces, origin.events, progress)
         if handle.stats()["events"]["log"]:
             if progress:
@@ -103,6 +106,8 @@ def fill_store(store: Path, schema: EventSchema, pieces: Iterable[tuple[str, pa.
         total = handle.stats()["events"]["total"]
     catalogue_version, known_items = _catalogue(work / "catalogue", items, seen, progress, anew=new)
     seconds = time.perf_counter() - began
+    if before and appended and not new:
+        origin.notes.append(f"{store} was there, with {before:,} events; {appended:,} joined them")
     if users is not None:
         pq.write_table(users, work / "users.parquet", compression="zstd")
     _describe(work, origin, version, catalogue_version, events=total, users=known_users, items=known_items)
@@ -124,11 +129,16 @@ def _append(handle: HistoryStore, pieces: Iterable[tuple[str, pa.Table]], total:
             progress: Progress | None) -> tuple[int, int, pa.Array]:
     """(events appended now, events in all pieces, their distinct items)."""
     appended = events = 0
+    in_log = handle.stats()["events"]["log"]
     seen: list[pa.Array] = []
     for token, piece in pieces:
         before = handle.version
         if handle.append(piece, token=token) > before:
             appended += piece.num_rows
+            in_log += piece.num_rows
+        if in_log >= COMPACT_EVENTS:
+            handle.compact()
+            in_log = 0
         events += piece.num_rows
         seen.append(pc.unique(piece["item_id"]))
         if sum(map(len, seen[1:])) > max(1_000_000, len(seen[0])):
@@ -201,8 +211,11 @@ def _continues(folder: Path, origin: Origin) -> bool:
             and (origin.extends or {entry["digest"] for entry in known} == digests))
 
 
-def _refuse_changed(store: Path, origin: Origin) -> None:
+def _join(store: Path, origin: Origin) -> None:
+    """Whether these files may go into a store that is there: ValueError, FileExistsError where not."""
     known = _journal(store)
+    if not known and (store / "dataset.json").is_file():
+        raise FileExistsError(f"{store} exists already and holds a data set; choose another --store")
     paths = {str(path.resolve()): digest for path, digest in origin.files.items()}
     for entry in known:
         if paths.get(entry["path"], entry["digest"]) != entry["digest"]:

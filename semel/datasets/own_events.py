@@ -103,6 +103,9 @@ def _pieces(files: Sequence[EventFile], columns: EventColumns, schema: EventSche
         for piece in in_pieces(read_file(file, columns, schema), CHUNK_ROWS):
             yield f"file:{file.digest}:{first}", piece
             first += piece.num_rows
+        if first != file.rows:
+            raise ValueError(f"{file.path} had {file.rows} rows when it was checked and has {first} now; ingest it when "
+                             "it is complete, into a new store")
 
 
 def _as_text(columns: EventColumns) -> str:

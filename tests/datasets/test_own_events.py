@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semel.datasets import EventColumns, ingest_files
+from semel.datasets import Dataset, EventColumns, ingest, ingest_files
 from semel.history import EventSchema, HistoryStore, Projection, StoreLocked
 
 FOREVER = 2**62
@@ -142,6 +142,7 @@ def test_again_appends_nothing_and_a_new_file_only_itself(tmp_path):
     parquet(folder / "2.parquet", events([1, 2], [2, 9], [2, 2]))
     report = ingest_files([folder], store)
     assert (report.events, report.appended, report.items) == (3, 2, 3)
+    assert any("was there, with 1 events; 2 joined them" in note for note in report.notes)
     assert ingest_files([folder / "1.parquet"], store).appended == 0
     shutil.copytree(folder, tmp_path / "moved")
     assert ingest_files([tmp_path / "moved"], store).appended == 0, "the same bytes are the same events"
@@ -217,6 +218,18 @@ def test_killed_anywhere_nothing_is_lost_or_repeated(tmp_path):
         assert handle.stats()["events"]["total"] == 1200
 
 
+def test_more_than_a_log_should_hold_is_compacted_on_the_way(tmp_path, monkeypatch):
+    monkeypatch.setattr("semel.datasets.own_events.CHUNK_ROWS", 10)
+    monkeypatch.setattr("semel.datasets.filling.COMPACT_EVENTS", 25)
+    path = parquet(tmp_path / "e.parquet", events([1, 2] * 50, list(range(100)), [5] * 100))
+    ingest_files([path], tmp_path / "store")
+    assert histories(tmp_path / "store", "item_id") == {1: [(n,) for n in range(0, 100, 2)],
+                                                        2: [(n,) for n in range(1, 100, 2)]}
+    with HistoryStore.open(tmp_path / "store") as store:
+        assert store.generation == 4
+    assert ingest_files([path], tmp_path / "store").appended == 0
+
+
 # Into a store that is there
 
 
@@ -255,6 +268,9 @@ def test_not_into_what_is_no_store_of_events(tmp_path):
     with pytest.raises(FileExistsError, match="is no history store"):
         ingest_files([path], tmp_path / "mine")
     ingest_files([path], tmp_path / "store")
+    ingest(Dataset("d", events([1], [1], [1]), None, None, "", ""), tmp_path / "d")
+    with pytest.raises(FileExistsError, match="holds a data set; choose another --store"):
+        ingest_files([path], tmp_path / "d")
     with pytest.raises(ValueError, match="keyed by item_id"):
         ingest_files([path], tmp_path / "store" / "catalogue")
 
