@@ -13,7 +13,8 @@ import typer
 def export(
     store: Annotated[Path, typer.Argument(help="The folder of the store.")],
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
-    format: Annotated[str, typer.Option(help="parquet: a file a shard; lance: a dataset (needs the extra lance).")] = "parquet",
+    format: Annotated[str, typer.Option(
+        help="parquet: a file a shard; lance: a dataset (needs the extra lance).")] = "parquet",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write all events of a store, sorted by user and time, with their versions: semel ingest reads them back."""

@@ -12,12 +12,15 @@ import pyarrow as pa
 from semel.datasets.dataset import Progress
 from semel.datasets.event_files import EventFile, check_file, plan, read_file
 from semel.datasets.filling import Features, Origin, existing_schema, fill_store
-from semel.datasets.ingestion import CHUNK_ROWS, IngestReport
+from semel.datasets.ingestion import IngestReport
 from semel.datasets.layouts import OWN, detect
 from semel.datasets.table import ENDINGS as FEATURE_ENDINGS
 from semel.datasets.table import EventColumns, read_features
 from semel.history import EventSchema
 from semel.table_files import ENDINGS, digest, find_files, in_pieces
+
+PIECE_ROWS = 100_000
+"""Part of the tokens: another number would append again what an interrupted ingest has appended."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,12 @@ def ingest_files(paths: Sequence[Path], store: Path, columns: EventColumns | Non
 def _pieces(files: Sequence[EventFile], columns: EventColumns, schema: EventSchema) -> Iterator[tuple[str, pa.Table]]:
     for file in files:
         first = 0
-        for piece in in_pieces(read_file(file, columns, schema), CHUNK_ROWS):
-            yield f"file:{file.digest}:{first}", piece
+        for piece in in_pieces(read_file(file, columns, schema), PIECE_ROWS):
+            yield f"file:{file.digest}:{first}-{first + piece.num_rows}", piece
             first += piece.num_rows
         if first != file.rows:
-            raise ValueError(f"{file.path} had {file.rows} rows when it was checked and has {first} now; ingest it when "
-                             "it is complete, into a new store")
+            raise ValueError(f"{file.path} had {file.rows} rows when it was checked and has {first} now; ingest it "
+                             "when it is complete, into a new store")
 
 
 def _as_text(columns: EventColumns) -> str:

@@ -31,7 +31,7 @@ from semel.examples.fat_rows import FatRowColumns, FatRows, FatTable, open_fat_r
 from semel.features import stable_id
 from semel.table_files import in_pieces
 
-PIECE_ROWS = 100_000
+PIECE_ROWS = 100_000  # this and the next two decide what a token names
 BUCKET_EVENTS = 8_000_000
 MOST_BUCKETS = 256
 SHOWN = 5
@@ -108,7 +108,7 @@ def recover(table: FatTable, scratch: Path, report: RecoveryReport,
             first = 0
             for piece in in_pieces([_settle(_read(spill), table, report)], PIECE_ROWS):
                 report.events += piece.num_rows
-                yield f"fat-rows:{whole:016x}:{number}:{first}", piece
+                yield f"fat-rows:{whole:016x}:{number}/{buckets}:{first}-{first + piece.num_rows}", piece
                 first += piece.num_rows
             spill.unlink(missing_ok=True)
 

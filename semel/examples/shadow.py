@@ -3,9 +3,11 @@ cause, so that a team can leave the copies on evidence."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from semel.batch import JaggedTable, Pointers
 from semel.datasets.dataset import Progress
 from semel.datasets.event_files import require
 from semel.examples.checksum import history_checksum
-from semel.examples.fat_rows import FatFile, FatRows, FatTable, to_histories
+from semel.examples.fat_rows import BATCH_EVENTS, FatFile, FatRows, FatTable, to_histories
 from semel.history import EventSchema, HistoryStore, Projection, Status
 
 CAUSES = ("other", "schema", "deleted", "late", "tie", "truncation")
@@ -95,10 +97,8 @@ def compare_fat_rows(table: FatTable, store: HistoryStore, last: int | None = No
             equal = history_checksum(fat) == history_checksum(rebuilt)
             report.rows += len(rows)
             report.equal += int(equal.sum())
-            for row in np.flatnonzero(~equal):
-                found = _explain(fat, int(row), pointers[int(row)], store, names, last,
-                                       rows.version is not None)
-                _count(report, found, file, rows, int(row))
+            if not equal.all():
+                _explain(report, fat, rows, np.flatnonzero(~equal), pointers, store, file)
             if progress:
                 progress("compare rows", report.rows, table.rows)
     return report
@@ -138,56 +138,73 @@ def _cut(histories: JaggedTable, last: int) -> JaggedTable:
                        histories.dictionaries)
 
 
+class Side:
+    """Histories taken apart for comparison: by event a checksum of all its values, and one of its item and time."""
+
+    def __init__(self, histories: JaggedTable) -> None:
+        self.histories = histories
+        single = np.arange(int(histories.offsets[-1]) + 1)
+        self.whole = history_checksum(dataclasses.replace(histories, offsets=single, status=None))
+        keys = {name: histories.columns[name] for name in ("event_time", "item_id")}
+        self.item = history_checksum(JaggedTable(keys, single, histories.validity, histories.dictionaries))
+
+    def __getitem__(self, row: int) -> Events:
+        low, high = int(self.histories.offsets[row]), int(self.histories.offsets[row + 1])
+        return Events(self, low, self.histories.columns["event_time"][low:high], self.whole[low:high].tolist(),
+                      self.item[low:high].tolist())
+
+
 @dataclass(frozen=True)
 class Events:
-    """One history taken apart: by event its time, a checksum of all its values, one of its item and time, its item for
-    people, and its values."""
+    """One history of a side: by event its time and its two checksums."""
 
+    side: Side
+    first: int
     time: np.ndarray
     whole: list[int]
     item: list[int]
-    shown: list[Any]
-    values: list[tuple[Any, ...]]
-
-    @classmethod
-    def of(cls, history: JaggedTable, names: Sequence[str]) -> Events:
-        size = int(history.offsets[-1])
-        single = JaggedTable(history.columns, np.arange(size + 1), history.validity, history.dictionaries)
-        keys = ("event_time", "item_id")
-        items = JaggedTable({name: history.columns[name] for name in keys}, single.offsets, history.validity,
-                            history.dictionaries)
-        values = [_values(history, name) for name in names]
-        return cls(history.columns["event_time"], history_checksum(single).tolist(), history_checksum(items).tolist(),
-                   _values(history, "item_id"), list(zip(*values, strict=True)) if size else [])
 
     def __len__(self) -> int:
         return len(self.whole)
 
-
-def _values(history: JaggedTable, name: str) -> list[Any]:
-    if name in (history.dictionaries or {}):
-        return history.strings(name).tolist()
-    values = history.columns[name].tolist()
-    valid = (history.validity or {}).get(name)
-    return values if valid is None else [value if ok else None for value, ok in zip(values, valid, strict=True)]
-
-
-def _explain(fat: JaggedTable, row: int, pointer: Pointers, store: HistoryStore, names: Sequence[str],
-             last: int, versioned: bool) -> list[Difference]:
-    """Why one row differs. Reads its whole history, and what is known now where the row has an older version."""
-    projection = Projection(("event_time", *names))
-    seen = store.read(pointer, projection)
-    as_of = int(pointer.as_of[0])
-    later = store.read(Pointers(pointer.user_id, np.array([as_of + 1]), np.array([store.version])), projection)
-    assert seen.status is not None
-    return differences(Events.of(fat.slice(row, row + 1), names), Events.of(seen, names), Events.of(later, names),
-                       as_of, Status(int(seen.status[0])), last, names, versioned)
+    def value(self, name: str, at: int) -> Any:
+        """A column's value of an event, None where null."""
+        table, row = self.side.histories, self.first + at
+        valid = (table.validity or {}).get(name)
+        if valid is not None and not valid[row]:
+            return None
+        value = table.columns[name][row]
+        strings = (table.dictionaries or {}).get(name)
+        return strings[value] if strings is not None else value.tolist()
 
 
-def differences(fat: Events, seen: Events, later: Events, as_of: int, status: Status, last: int,
+def _explain(report: ShadowReport, fat: JaggedTable, rows: FatRows, chosen: np.ndarray, pointers: Pointers,
+             store: HistoryStore, file: FatFile) -> None:
+    """Counts why the ``chosen`` rows differ. Whole histories are read, of about ``BATCH_EVENTS`` events at a time."""
+    projection = Projection(("event_time", *report.columns))
+    lengths, _ = store.lengths(pointers[chosen], projection)
+    edges = np.flatnonzero(np.diff((np.cumsum(lengths) - lengths) // BATCH_EVENTS)) + 1
+    ours = Side(fat)
+    for part in np.split(chosen, edges):
+        seen = store.read(pointers[part], projection)
+        theirs = Side(seen)
+        assert seen.status is not None
+        for at, row in enumerate(part.tolist()):
+            one = pointers[row]
+            now = partial(_events, store, Pointers(one.user_id, one.as_of + 1, np.array(report.version)), projection)
+            found = differences(ours[row], theirs[at], now, int(one.as_of[0]), Status(int(seen.status[at])),
+                                report.last, report.columns, rows.version is not None)
+            _count(report, found, file, rows, row)
+
+
+def _events(store: HistoryStore, pointer: Pointers, projection: Projection) -> Events:
+    return Side(store.read(pointer, projection))[0]
+
+
+def differences(fat: Events, seen: Events, later: Callable[[], Events], as_of: int, status: Status, last: int,
                 names: Sequence[str], versioned: bool = False) -> list[Difference]:
     """The causes for which a row's events differ from the store's. ``seen``: all events that the row's pointer sees;
-    ``later``: those up to and including the instant of the request that are known now. ``versioned``: whether the row
+    ``later()``: those up to and including the instant of the request that are known now. ``versioned``: whether the row
     says which version it saw."""
     if (np.diff(fat.time) < 0).any():
         return [Difference("other", len(fat), "the row's lists are not in the order of time")]
@@ -206,10 +223,11 @@ def differences(fat: Events, seen: Events, later: Events, as_of: int, status: St
     missing, extra = _unmatched(fat.whole, seen.whole[start:])
     extra = [start + at for at in extra]
     found += _changed_values(fat, seen, missing, extra, names)
-    known_later, listed = Counter(later.whole), Counter(fat.whole)
+    known_later = Counter(later().whole if missing else ())
+    listed = Counter(fat.whole)
     by_cause: dict[str, list[str]] = {}
     for at in missing:
-        time, what = int(fat.time[at]), f"the row lists item {fat.shown[at]!r} at {int(fat.time[at])}"
+        time, what = int(fat.time[at]), f"the row lists item {fat.value('item_id', at)!r} at {int(fat.time[at])}"
         if status in (Status.SCRUBBED, Status.EXPIRED):
             by_cause.setdefault("deleted", []).append(f"{what}, the store withholds it ({status.name})")
         elif time == as_of and known_later[fat.whole[at]]:
@@ -221,7 +239,7 @@ def differences(fat: Events, seen: Events, later: Events, as_of: int, status: St
         else:
             by_cause.setdefault("other", []).append(f"{what}, which the store does not have")
     for at in extra:
-        what = f"the store has item {seen.shown[at]!r} at {int(seen.time[at])}"
+        what = f"the store has item {seen.value('item_id', at)!r} at {int(seen.time[at])}"
         if int(seen.time[at]) == first and (older or len(fat) >= last):
             by_cause.setdefault("tie", []).append(f"the row is cut inside the instant {first}, in another order")
         elif versioned:
@@ -271,13 +289,14 @@ def _changed_values(fat: Events, seen: Events, missing: list[int], extra: list[i
         other = pairs.pop(0)
         missing.remove(at)
         extra.remove(other)
-        changed = [(name, a, b) for name, a, b in zip(names, fat.values[at], seen.values[other], strict=True) if a != b]
+        values = ((name, fat.value(name, at), seen.value(name, other)) for name in names)
+        changed = [(name, a, b) for name, a, b in values if a != b]
         cause = "schema" if changed and all((a is None) != (b is None) for _, a, b in changed) else "other"
         counts[cause] += 1
         if changed and cause not in texts:
             name, a, b = changed[0]
-            texts[cause] = (f"{name} of item {fat.shown[at]!r} at {int(fat.time[at])} is {a!r} in the row, {b!r} in "
-                            "the store")
+            texts[cause] = (f"{name} of item {fat.value('item_id', at)!r} at {int(fat.time[at])} is {a!r} in the "
+                            f"row, {b!r} in the store")
     return [Difference(cause, count, texts.get(cause, "values differ")) for cause, count in counts.items()]
 
 

@@ -168,7 +168,7 @@ def test_a_file_that_has_changed_is_refused(tmp_path):
 
 
 def test_an_ingest_that_failed_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("semel.datasets.own_events.CHUNK_ROWS", 3)
+    monkeypatch.setattr("semel.datasets.own_events.PIECE_ROWS", 3)
     for number in range(4):
         parquet(tmp_path / "in" / f"{number}.parquet", events([1] * 7, [number] * 7, list(range(7))))
     store, calls = tmp_path / "store", []
@@ -197,17 +197,18 @@ def test_what_an_ingest_of_other_files_left_is_not_taken_over(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_killed_anywhere_nothing_is_lost_or_repeated(tmp_path):
+def test_killed_anywhere_nothing_is_lost_or_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr("semel.datasets.own_events.PIECE_ROWS", 20)
     for number in range(3):
         parquet(tmp_path / "in" / f"{number}.parquet", events([1, 2] * 200, [number] * 400, list(range(400))))
-    script = ("import sys, semel.datasets.own_events as own\nown.CHUNK_ROWS = 20\nfrom pathlib import Path\n"
+    script = ("import sys, semel.datasets.own_events as own\nown.PIECE_ROWS = 20\nfrom pathlib import Path\n"
               "print('go', flush=True)\nown.ingest_files([Path(sys.argv[1])], Path(sys.argv[2]))\nprint('done')\n")
     store = tmp_path / "store"
-    for attempt in range(12):
+    for attempt in range(6):
         process = subprocess.Popen([sys.executable, "-c", script, tmp_path / "in", store], stdout=subprocess.PIPE,
                                    text=True)
         assert process.stdout is not None and process.stdout.readline() == "go\n"
-        time.sleep(0.05 * (attempt + 1))
+        time.sleep(0.04 * 2**attempt)
         process.send_signal(signal.SIGKILL)
         rest = process.communicate(timeout=60)[0]
         if "done" in rest:
@@ -219,7 +220,7 @@ def test_killed_anywhere_nothing_is_lost_or_repeated(tmp_path):
 
 
 def test_more_than_a_log_should_hold_is_compacted_on_the_way(tmp_path, monkeypatch):
-    monkeypatch.setattr("semel.datasets.own_events.CHUNK_ROWS", 10)
+    monkeypatch.setattr("semel.datasets.own_events.PIECE_ROWS", 10)
     monkeypatch.setattr("semel.datasets.filling.COMPACT_EVENTS", 25)
     path = parquet(tmp_path / "e.parquet", events([1, 2] * 50, list(range(100)), [5] * 100))
     ingest_files([path], tmp_path / "store")
@@ -393,7 +394,7 @@ def test_any_split_into_files_and_pieces_is_the_same_history(tmp_path_factory, f
     if not rows:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("semel.datasets.own_events.CHUNK_ROWS", chunk)
+        patch.setattr("semel.datasets.own_events.PIECE_ROWS", chunk)
         ingest_files([folder / "in"], folder / "store")
     want = {user: [(at,) for _, at in sorted((time, at) for at, (u, time) in enumerate(rows) if u == user)]
             for user in {user for user, _ in rows}}

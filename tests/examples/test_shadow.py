@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semel.examples import FatRowColumns, compare_fat_rows, open_fat_rows
-from semel.examples.shadow import Events, differences
+from semel.examples.shadow import Side, differences
 from semel.history import EventSchema, HistoryStore, JaggedTable, Status, VersionNotVisible
 
 SCHEMA = EventSchema({"item_id": pa.int64(), "rating": pa.float64()})
@@ -106,15 +106,15 @@ def test_what_was_deleted_or_expired():
 
     def events(*pairs):
         times, items = np.array(pairs, np.int64).reshape(-1, 2).T
-        return Events.of(JaggedTable({"event_time": times, "item_id": items}, np.array([0, len(times)])), names)
+        return Side(JaggedTable({"event_time": times, "item_id": items}, np.array([0, len(times)])))[0]
 
     fat, seen = events((1, 1), (2, 2), (3, 3)), events((1, 1), (3, 3))
     for status in (Status.SCRUBBED, Status.EXPIRED):
-        (one,) = differences(fat, seen, seen, 9, status, 3, names)
+        (one,) = differences(fat, seen, lambda: seen, 9, status, 3, names)
         assert (one.cause, one.events) == ("deleted", 1) and status.name in one.what
-    (one,) = differences(fat, seen, seen, 9, Status.OK, 3, names)
+    (one,) = differences(fat, seen, lambda: seen, 9, Status.OK, 3, names)
     assert one.cause == "other"
-    (one,) = differences(fat, events(), events(), 9, Status.SCRUBBED, 3, names)
+    (one,) = differences(fat, events(), events, 9, Status.SCRUBBED, 3, names)
     assert (one.cause, one.events) == ("deleted", 3)
 
 
