@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from semel.datasets.dataset import Progress
 from semel.datasets.ingestion import CATALOGUE_SHARDS, CHUNK_ROWS, DATASET_FORMAT, IngestReport, catalogue_rows
 from semel.history import EventSchema, HistoryStore
+from semel.history.locking import WriterLock
 
 JOURNAL = "ingested.json"
 JOURNAL_FORMAT = 1
@@ -88,6 +89,7 @@ def fill_store(store: Path, schema: EventSchema, pieces: Iterable[tuple[str, pa.
         store.parent.mkdir(parents=True, exist_ok=True)
         work = store.with_name(f".{store.name}.ingesting")
         if work.exists() and not _continues(work, origin):
+            WriterLock(work / "writer.lock").release()  # StoreLocked where it is still going on
             shutil.rmtree(work)  # of an ingest that was given up
     else:
         _join(store, origin)

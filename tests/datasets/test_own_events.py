@@ -196,6 +196,21 @@ def test_what_an_ingest_of_other_files_left_is_not_taken_over(tmp_path):
     assert histories(tmp_path / "store", "item_id") == {"a": [(2,)]}
 
 
+def test_two_at_a_time_into_one_new_store(tmp_path):
+    first = parquet(tmp_path / "a.parquet", events([1], [1], [1]))
+    other = parquet(tmp_path / "b.parquet", events([2], [2], [2]))
+    refused = []
+
+    def meanwhile(what, done, total):
+        if what == "append events":
+            for path in (first, other):
+                with pytest.raises(StoreLocked):
+                    ingest_files([path], tmp_path / "store")
+                refused.append(path)
+    ingest_files([first], tmp_path / "store", progress=meanwhile)
+    assert refused == [first, other] and histories(tmp_path / "store", "item_id") == {1: [(1,)]}
+
+
 @pytest.mark.timeout(120)
 def test_killed_anywhere_nothing_is_lost_or_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr("semel.datasets.own_events.PIECE_ROWS", 20)

@@ -68,6 +68,16 @@ def test_plain_numbers_in_csv_become_integers(tmp_path):
     assert data.events["item_id"].to_pylist() == [-5, 0]
 
 
+def test_further_columns_by_name(tmp_path):
+    path = parquet(tmp_path / "e.parquet", user_id=[1], item_id=[2], event_time=[WANT], stars=[4], note=["x"])
+    data = read(path, columns=EventColumns(others={"rating": "stars"}))
+    assert data.events.to_pylist() == [{"user_id": 1, "item_id": 2, "event_time": WANT, "rating": 4}]
+    with pytest.raises(ValueError, match=r"no column 'star'.*did you mean 'stars'"):
+        read(path, columns=EventColumns(others={"rating": "star"}))
+    with pytest.raises(ValueError, match="user, item and time must be three columns"):
+        EventColumns("a", "a", "b")
+
+
 @given(st.lists(st.text("0123456789-_a", min_size=1), min_size=1))
 def test_text_ids_lose_nothing(texts):
     ids = compact_ids(pa.array(texts)).to_pylist()
