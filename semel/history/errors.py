@@ -20,8 +20,23 @@ class StoreLocked(StoreError):
     """Another writer holds the store; the message names its process id."""
 
 
+class WriterFenced(StoreError):
+    """The writer's lock was taken over; what it was about to append is not acknowledged, and it writes no more."""
+
+
+class WriterUnavailable(StoreError, ConnectionError):
+    """The writer server did not answer. Whether the append is in the store is unknown unless the message says so; to
+    append it again is safe with a token."""
+
+
 class VersionNotVisible(StoreError):
-    """A pointer names a version that this handle cannot see, even after one refresh."""
+    """A pointer names a version that this handle cannot see, even after one refresh; or that lies after the version
+    at which the handle is frozen."""
+
+
+class NotCompacted(StoreError):
+    """A read that asked for compacted events only names versions that are still in the log; the message gives their
+    range."""
 
 
 class CorruptFile(StoreError):

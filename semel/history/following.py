@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
 from semel.history.generation import Generation
+from semel.history.leases import Lease
 from semel.history.log import SEGMENT_HEADER, last_record_end, read_records
 from semel.history.manifest import NAME, Manifest, generation_path, parse_manifest, read_manifest, segment_path
+from semel.history.records import appends_of, versions_of
 from semel.history.tail import Dictionaries, Tail
 
 RETRIES = 50  # how often a reader starts again because a compaction moved what it was opening
@@ -20,19 +25,22 @@ RETRIES = 50  # how often a reader starts again because a compaction moved what 
 @dataclass(frozen=True)
 class View:
     """What a handle sees at a moment. Immutable (``dictionaries`` only grow), so a reader that holds one needs no
-    lock."""
+    lock. ``compacted``: the highest version in the generation, which ``lease`` keeps on the disk."""
 
     generation: Generation
     tail: Tail
     version: int
     dictionaries: Dictionaries
+    compacted: int = 0
+    lease: Lease | None = None
 
 
 class Follower:
-    """The newest view that a handle knows of. ``refresh`` moves it; the store's lock keeps it to one thread."""
+    """The newest view that a handle knows of. Whoever moves it holds ``moving``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.moving = threading.RLock()
         self._content = read_manifest(path)
         self.manifest = parse_manifest(self._content, path)
         self.schema = schema = self.manifest.schema
@@ -62,13 +70,14 @@ class Follower:
         view = self.view
         if manifest.generation != view.generation.number:
             folder = generation_path(self.path, manifest.generation)
+            lease = Lease(folder)  # first, so that it is not removed while it is being opened
             generation = Generation(folder, manifest.generation, self.schema, manifest.shards,
                                     manifest.generation_seal)
             for name in view.dictionaries.names:
                 view.dictionaries.extend(name, 0, generation.dictionary(name), folder)
             upto = manifest.compacted_version
             self.view = replace(view, generation=generation, tail=view.tail.after(upto),
-                                version=max(view.version, upto))
+                                version=max(view.version, upto), compacted=upto, lease=lease)
         if self._position[0] < manifest.first_segment:
             self._position = (manifest.first_segment, SEGMENT_HEADER)
         self.manifest = manifest
@@ -80,19 +89,29 @@ class Follower:
             number, offset = self._position
             path = segment_path(self.path, number)
             for metadata, batch, end in read_records(path, offset, sealed.get(number)):
-                version, view = metadata["version"], self.view
-                if version > view.version + 1:
-                    raise CorruptFile(f"{path}: version {version} follows {view.version}; records are missing")
-                if version == view.version + 1:
-                    for name, added in metadata.get("dictionaries", {}).items():
-                        view.dictionaries.extend(name, added["start"], added["values"], path)
-                    self.view = replace(view, tail=view.tail.append(batch, version), version=version)
-                    if "token" in metadata:
-                        self.tokens[metadata["token"]] = version
+                self._take(metadata, batch, path)
                 self._position = (number, end)
             if number not in sealed:
                 return
             self._position = (number + 1, SEGMENT_HEADER)
+
+    def _take(self, metadata: dict[str, Any], batch: pa.RecordBatch, path: Path) -> None:
+        """Add one record to the view, unless the generation has its events already."""
+        view = self.view
+        try:
+            appends = appends_of(metadata, batch.num_rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptFile(f"{path}: the record after version {view.version} cannot be read: {error!r}") from None
+        first, last = appends[0].version, appends[-1].version
+        if last <= view.version:
+            return
+        if first != view.version + 1:
+            raise CorruptFile(f"{path}: version {first} follows {view.version}; records are missing")
+        for name, added in metadata.get("dictionaries", {}).items():
+            view.dictionaries.extend(name, added["start"], added["values"], path)
+        versions = last if len(appends) == 1 else versions_of(appends)
+        self.view = replace(view, tail=view.tail.append(batch, versions), version=last)
+        self.tokens.update((append.token, append.version) for append in appends if append.token is not None)
 
     def swap(self, manifest: Manifest) -> None:
         """Replace the manifest (the one writer does). StoreError where nobody can tell which one is on the disk; any
@@ -107,13 +126,20 @@ class Follower:
 
 
 def keys_of(view: View) -> np.ndarray:
-    """All users, sorted: int64, or strings as objects."""
-    shards = [shard for shard in view.generation.shards if shard.rows]
-    recent = np.unique(view.tail.columns[""])
-    if not view.generation.schema.string_keys:
-        return np.unique(np.concatenate([recent, *(shard.users for shard in shards)]))
+    """All users of whom an event had arrived by the view's version, sorted: int64, or strings as objects."""
+    strings = view.generation.schema.string_keys
+    recent = np.unique(view.tail.columns[""][: np.searchsorted(view.tail.columns["version"], view.version, "right")])
+    older: list[np.ndarray] = []
+    for shard in view.generation.shards:
+        if shard.rows:
+            keys = np.array(shard.user_keys(), object) if strings else shard.users
+            if view.compacted > view.version:  # a frozen view on a later generation
+                keys = keys[shard.first <= view.version]
+            older.append(keys)
+    if not strings:
+        return np.unique(np.concatenate([recent, *older]))
     by_slot = list(view.tail.arena.slots)
-    found = {key.decode() for shard in shards for key in shard.user_keys()} | {by_slot[slot] for slot in recent}
+    found = {key.decode() for keys in older for key in keys} | {by_slot[slot] for slot in recent}
     out = np.empty(len(found), object)
     out[:] = sorted(found)
     return out

@@ -5,37 +5,42 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
 
 from semel.batch import JaggedTable, Pointers, ids_array
-from semel.history.errors import CorruptFile, GenerationGone, StoreError, StoreExists, VersionNotVisible
+from semel.history.errors import (
+    CorruptFile,
+    GenerationGone,
+    NotCompacted,
+    StoreError,
+    StoreExists,
+    VersionNotVisible,
+)
 from semel.history.files import sync_folder
 from semel.history.following import RETRIES, Follower, View, keys_of, verify
 from semel.history.generation import CODECS, Codec, Generation
+from semel.history.leases import Lease, remove_generations
 from semel.history.locking import WriterLock
 from semel.history.log import SEGMENT_HEADER, SegmentWriter
 from semel.history.manifest import (
     NAME,
     Manifest,
-    Segment,
     generation_path,
     local_path,
     parse_manifest,
     read_manifest,
     segment_path,
 )
-from semel.history.schema import EventSchema, Projection, check_events
-from semel.history.tail import frozen
+from semel.history.schema import EventSchema, Projection
+from semel.history.tail import Tail
+from semel.history.writing import Writer
 
 T = TypeVar("T")
-SEGMENT_BYTES = 128 << 20  # a segment that has grown beyond this is sealed
 
 
 class HistoryStore:
@@ -45,23 +50,22 @@ class HistoryStore:
     open the store with ``mode="r"``. A read is answered from an immutable view, so readers never wait for a writer.
     """
 
-    def __init__(self, path: Path, mode: str, lock: WriterLock | None) -> None:
-        self.path, self.mode = path, mode
-        self._lock = lock
-        self._moving = threading.RLock()  # held by whoever moves the view
-        self._compacting = threading.Lock()
+    def __init__(self, path: Path, mode: str, lock: WriterLock | None, at_version: int | None = None) -> None:
+        self.path, self.mode, self.at_version = path, mode, at_version
+        self._compacting = threading.Lock()  # held by whoever makes or removes generations
         self._closed = False
-        self._failed = ""  # why memory and disk may disagree, after which nothing more is written
         self._checked: set[Projection] = set()
         self._follower = Follower(path)
         self.schema = self._follower.schema
-        self._writer: SegmentWriter | None = None
+        self._no_tail = Tail.empty(self.schema)
         self._follower.refresh()
-        self._tokens: dict[str, int] = {}
-        if mode == "a":  # after the log was read: a segment that is missing must not be made anew
-            self._writer = SegmentWriter(segment_path(path, self._follower.manifest.active))
-            self._tokens = {**self._view.generation.tokens(), **self._follower.tokens}
-            self._clean()
+        if at_version is not None and at_version > self._follower.view.version:
+            raise VersionNotVisible(f"{path} cannot be opened at version {at_version}: it is at version "
+                                    f"{self._follower.view.version}")
+        self._writer: Writer | None = None
+        if lock is not None:  # after the log was read: a segment that is missing must not be made anew
+            self._writer = Writer(self._follower, lock)
+            self._clean(self._writer, keep=1)
 
     # -- opening and closing ------------------------------------------------------------------------------------
 
@@ -88,29 +92,37 @@ class HistoryStore:
             raise
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str], mode: str = "r") -> HistoryStore:
-        """Open a store to read ("r") or to read and append ("a": one at a time). Raises StoreNotFound, StoreLocked
-        (naming the process that appends), CorruptFile, StoreError for a format that this version does not know."""
+    def open(cls, url: str | os.PathLike[str], mode: str = "r", at_version: int | None = None) -> HistoryStore:
+        """Open a store to read ("r") or to read and append ("a": one at a time). ``at_version``: a frozen view for
+        reading; it stays at this version whatever is appended or compacted. Raises StoreNotFound, StoreLocked
+        (naming the process that appends), CorruptFile, StoreError for a format that this version does not know,
+        VersionNotVisible for an ``at_version`` that the store has not reached."""
         path = local_path(url)
         if mode not in ("r", "a"):
             raise ValueError(f'mode must be "r" or "a", got {mode!r}')
+        if at_version is not None:
+            if mode != "r":
+                raise ValueError(f'a view frozen at version {at_version} is for reading: open it with mode="r"')
+            if isinstance(at_version, bool) or int(at_version) != at_version or at_version < 0:
+                raise ValueError(f"at_version must be a version (0 or more) or None, got {at_version!r}")
+            at_version = int(at_version)
         parse_manifest(read_manifest(path), path)  # before a lock file is left in a foreign folder
         lock = WriterLock(path / "writer.lock") if mode == "a" else None
         try:
-            return cls(path, mode, lock)
+            return cls(path, mode, lock, at_version)
         except BaseException:
             if lock is not None:
                 lock.release()
             raise
 
     def close(self) -> None:
-        """Release the lock and the files. Arrays that were read stay valid."""
-        with self._compacting, self._moving:
+        """Release the lock, the lease and the files. Arrays that were read stay valid."""
+        with self._compacting, self._follower.moving:
             self._closed = True
             if self._writer is not None:
                 self._writer.close()
-            if self._lock is not None:
-                self._lock.release()
+            if self._follower.view.lease is not None:
+                self._follower.view.lease.release()
 
     def __enter__(self) -> HistoryStore:
         return self
@@ -125,11 +137,14 @@ class HistoryStore:
 
     @property
     def _view(self) -> View:
-        return self._follower.view
+        view = self._follower.view
+        if self.at_version is not None and view.version != self.at_version:
+            return replace(view, version=self.at_version)
+        return view
 
     @property
     def version(self) -> int:
-        """The latest committed version that this handle sees; 0 for an empty store."""
+        """The latest committed version that this handle sees; 0 for an empty store. Of a frozen view, its own."""
         return self._view.version
 
     @property
@@ -138,111 +153,41 @@ class HistoryStore:
         return self._view.generation.number
 
     def refresh(self) -> int:
-        """See what was committed since the last refresh (an appending handle always does); the version now."""
+        """See what was committed since the last refresh (an appending handle always does, a frozen view never); the
+        version now."""
         self._check_open()
-        if self.mode == "r":
-            with self._moving:
-                self._follower.refresh()
+        if self.at_version is None:
+            self._follow()
         return self.version
+
+    def _follow(self) -> None:
+        """Take the newest files. A frozen view may come to lie in another generation, and shows the same."""
+        if self._writer is None:
+            with self._follower.moving:
+                self._follower.refresh()
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError(f"the handle on {self.path} is closed")
 
-    def _check_mode(self, verb: str) -> None:
+    def _writer_to(self, verb: str) -> Writer:
         self._check_open()
-        if self.mode != "a":
+        if self._writer is None:
             raise StoreError(f'{self.path} is open with mode="r"; open it with mode="a" to {verb}')
-
-    def _check_sound(self) -> None:  # with the lock held: a write in progress counts as failed until it ends
-        self._check_open()
-        if self._failed:
-            raise StoreError(f"{self.path}: an earlier write failed ({self._failed}); reopen the store")
-
-    @contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        """Around what changes files and memory together, with the lock held. The disk's refusal (OSError) leaves both
-        as they were; after anything else, a signal in the middle included, this handle writes no more."""
-        self._check_sound()
-        self._failed = f"{what} did not end"
-        try:
-            yield
-        except OSError as error:
-            self._failed = "" if self._writer is not None and self._writer.usable else str(error)
-            raise
-        except StoreError as error:
-            self._failed = str(error)
-            raise
-        self._failed = ""
+        return self._writer
 
     # -- appending ----------------------------------------------------------------------------------------------
 
     def append(self, data: Any, token: str | None = None) -> int:
         """Append events (pa.Table, RecordBatch or anything with __arrow_c_stream__); the version they got.
 
-        On disk when this returns, all rows or none after a crash. ``token``: a name for this append; a second append
-        with a token that the store has seen does nothing and returns the first one's version. Raises ValueError for
-        rows that do not fit the schema, OSError where the disk refuses (nothing is appended then).
+        On disk when this returns, all rows or none after a crash. Appends of several threads share the disk's work
+        (group commit), each with a version of its own. ``token``: a name for this append; a second append with a
+        token that the store has seen does nothing and returns the first one's version. Raises ValueError for rows
+        that do not fit the schema, OSError where the disk refuses (nothing is appended then), WriterFenced where
+        another writer took over.
         """
-        self._check_mode("append")
-        if token is not None and not isinstance(token, str):
-            raise ValueError(f"token must be a string, got {token!r}")
-        if token is not None:
-            token.encode()  # a lone surrogate is an error here, not in the middle of a write
-        arrays = check_events(data, self.schema)
-        with self._moving:
-            self._check_sound()
-            if token in self._tokens:
-                return self._tokens[token]
-            if not len(arrays["event_time"]) and token is None:
-                return self.version
-            with self._writing("an append"):
-                return self._commit(arrays, token)
-
-    def _commit(self, arrays: dict[str, pa.Array], token: str | None) -> int:
-        view, version = self._view, self._view.version + 1
-        metadata: dict[str, Any] = {"version": version}
-        if token is not None:
-            metadata["token"] = token
-        grown: dict[str, Any] = {}
-        for name in view.dictionaries.names:
-            arrays[name], new = view.dictionaries.encode(name, arrays[name])
-            if new:
-                grown[name] = {"start": view.dictionaries.size(name), "values": new}
-        if grown:
-            metadata["dictionaries"] = grown
-        stored = self.schema.stored
-        batch = pa.RecordBatch.from_arrays([arrays[name] for name in stored.names], schema=stored)
-        writer = self._writer
-        assert writer is not None
-        if writer.size > SEGMENT_BYTES:
-            writer = self._roll()
-        writer.append(batch, metadata)
-        for name, added in grown.items():
-            view.dictionaries.extend(name, added["start"], added["values"], writer.path)
-        if token is not None:
-            self._tokens[token] = version
-        self._follower.view = replace(view, tail=view.tail.append(batch, version), version=version)
-        return version
-
-    def _roll(self) -> SegmentWriter:
-        """Seal the active segment and go on in a new one."""
-        writer, manifest = self._writer, self._follower.manifest
-        assert writer is not None
-        number = manifest.active + 1
-        path = segment_path(self.path, number)
-        path.unlink(missing_ok=True)  # left by a roll that did not come to its manifest
-        new = SegmentWriter(path)
-        try:
-            self._follower.swap(manifest.replace(
-                sealed=(*manifest.sealed, Segment(manifest.active, writer.size, self.version)), active=number,
-                versions=(self.version,) * manifest.shards))
-        except BaseException:
-            new.close()
-            raise
-        self._writer = new
-        writer.close()
-        return new
+        return self._writer_to("append").append(data, token)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -250,17 +195,19 @@ class HistoryStore:
         """Pointers at this handle's current version. ``user_ids`` [P]; ``as_of`` [P] or a scalar, microseconds."""
         return Pointers(self._ids(user_ids), as_of, np.array(self._view.version))
 
-    def read(self, pointers: Pointers, projection: Projection) -> JaggedTable:
+    def read(self, pointers: Pointers, projection: Projection, require_compacted: bool = False) -> JaggedTable:
         """The histories that ``pointers`` name: events with ``event_time < as_of`` and ``version <= version``, in the
         order (event_time, version, position in the append).
 
         Strings come as int32 codes with ``dictionaries`` (code -1 and validity False where null; other nulls are
         zero with validity False), timestamps as int64 in their unit. ``status`` [P]: see ``Status``. Raises
-        VersionNotVisible for a pointer that is newer than the store, ValueError for a column that it lacks.
+        VersionNotVisible for a pointer that is newer than the store, ValueError for a column that it lacks. With
+        ``require_compacted`` only the generation is read: NotCompacted, with the missing versions, where it does not
+        hold all that the pointers may see.
         """
         from semel.history import reading
 
-        return self._answer(reading.read, pointers, projection)
+        return self._answer(reading.read, pointers, projection, require_compacted)
 
     def lengths(self, pointers: Pointers, projection: Projection) -> tuple[np.ndarray, np.ndarray]:
         """([P] int64 lengths of the histories that ``read`` would return, [P] bool whether each is exact rather than
@@ -270,21 +217,8 @@ class HistoryStore:
         chosen = self._answer(reading.select, pointers, projection)
         return chosen.count, np.ones(len(pointers), bool)
 
-    def shards_of(self, user_ids: Any) -> np.ndarray:
-        """[P] int64: the shard that keeps each user's events. Reads that ask for users of one shard touch its files
-        only."""
-        from semel.history import gather
-        from semel.history.compaction import packed
-
-        ids, shards = self._ids(user_ids), len(self._view.generation.shards)
-        out = np.empty(len(ids), np.int64)
-        if self.schema.string_keys:
-            gather.shards_of_strings(*packed([text.encode() for text in ids]), shards, out)
-        else:
-            gather.shards_of_integers(frozen(np.ascontiguousarray(ids)), shards, out)
-        return out
-
-    def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection) -> T:
+    def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection,
+                require_compacted: bool = False) -> T:
         from semel.history import reading
 
         self._check_open()
@@ -298,19 +232,32 @@ class HistoryStore:
         if newest > self._view.version:
             self.refresh()
         if newest > self._view.version:
+            why = "where this handle is frozen" if self.at_version is not None else "also after a refresh"
             raise VersionNotVisible(f"a pointer names version {newest}, the store at {self.path} is at version "
-                                    f"{self._view.version} here, also after a refresh")
+                                    f"{self._view.version} here, {why}")
+        if require_compacted:
+            if newest > self._view.compacted:
+                self._follow()
+            self._check_compacted(self._view, newest)
+            return self._again(lambda view: function(replace(view, tail=self._no_tail), self.schema, pointers,
+                                                     projection))
         return self._again(lambda view: function(view, self.schema, pointers, projection))
 
+    def _check_compacted(self, view: View, newest: int) -> None:
+        if newest > view.compacted:
+            raise NotCompacted(f"versions {view.compacted + 1} to {newest} of {self.path} are not compacted yet "
+                               f"(generation {view.generation.number} holds versions up to {view.compacted}); compact "
+                               "the store first, or take pointers up to there")
+
     def _again(self, function: Callable[[View], T]) -> T:
-        """``function`` of the view, once more where a compaction removed files that it had yet to map: the next
-        generation answers the same."""
+        """``function`` of the view, once more where a generation's files are gone (this handle's lease keeps them on
+        file systems that know locks): the next one answers the same."""
         for _ in range(RETRIES):
             view = self._view
             try:
                 return function(view)
             except GenerationGone as error:
-                self.refresh()
+                self._follow()
                 if self._view.generation is view.generation:
                     raise CorruptFile(str(error)) from None
         raise StoreError(f"{self.path} was compacted {RETRIES} times during one read; try again")
@@ -341,23 +288,23 @@ class HistoryStore:
 
     def compact(self, progress: Callable[[int, int], None] | None = None, codec: Codec = "packed") -> int:
         """Move the log into a new generation; its number. Readers and appends go on meanwhile; a crash leaves the old
-        generation in place. ``progress(shards done, shards)``. ``codec``: ``packed`` columns, or ``plain`` ones, larger
-        and a little faster to read; ValueError for another one."""
+        generation in place. Older generations are removed, except those that a reader holds a lease on.
+        ``progress(shards done, shards)``. ``codec``: ``packed`` columns, or ``plain`` ones, larger and a little faster
+        to read; ValueError for another one."""
         from semel.history.compaction import write_generation
 
-        self._check_mode("compact")
+        writer = self._writer_to("compact")
         if codec not in CODECS:
             raise ValueError(f"codec {codec!r} is none of {', '.join(CODECS)}")
         with self._compacting:
-            with self._moving:
-                self._check_sound()
+            with self._follower.moving:
+                writer.check()
                 if self._follower.manifest.compacted_version == self.version and (
                     self._view.generation.codec in (codec, None)
                 ):
                     return self.generation
-                with self._writing("a compaction"):
-                    self._roll()
-                view, tokens = self._view, dict(self._tokens)
+                writer.seal()
+                view, tokens = self._view, dict(writer.tokens)
             number = view.generation.number + 1
             final = generation_path(self.path, number)
             building = final.with_name(f".{final.name}.building")
@@ -371,36 +318,37 @@ class HistoryStore:
                 shutil.rmtree(building, ignore_errors=True)
                 raise
             generation = Generation(final, number, self.schema, len(view.generation.shards), seal)
-            with self._moving, self._writing("a compaction"):
-                manifest = self._follower.manifest
-                self._follower.swap(manifest.replace(
-                    generation=number, generation_seal=seal, compacted=(view.version,) * manifest.shards,
-                    versions=(self.version,) * manifest.shards,
-                    sealed=tuple(s for s in manifest.sealed if s.last_version > view.version)))
-                now = self._view
-                self._follower.view = replace(now, generation=generation, tail=now.tail.after(view.version))
-            self._clean()
+            writer.adopt(generation, Lease(final), seal, view.version)
+            del view  # and with it this thread's lease on the old generation
+            self._clean(writer, keep=1)
             return number
 
-    def _clean(self) -> None:
-        """Remove what the manifest does not name: compacted segments, older generations, leftovers of a crash. Arrays
-        that readers have mapped stay valid until they let go of them."""
-        manifest = self._follower.manifest
-        keep = generation_path(self.path, manifest.generation).name
-        for folder in (self.path / "generations").iterdir():
-            if folder.name != keep:
-                shutil.rmtree(folder, ignore_errors=True)
-        with self._moving:
+    def drop_generations(self, keep: int = 2) -> list[int]:
+        """Remove all but the ``keep`` newest generations (the current one is never removed), except those that a live
+        reader, in any process, holds a lease on; the numbers that were removed. No pointer needs an older
+        generation: each newer one reproduces its views. Raises ValueError for ``keep`` < 1."""
+        writer = self._writer_to("drop generations")
+        if isinstance(keep, bool) or int(keep) != keep or keep < 1:
+            raise ValueError(f"keep must be at least 1: the current generation is needed; got {keep!r}")
+        with self._compacting:
+            return self._clean(writer, int(keep))
+
+    def _clean(self, writer: Writer, keep: int) -> list[int]:
+        """Remove what nobody needs: compacted segments, older generations but ``keep`` and the leased ones, leftovers
+        of a crash. Arrays that readers have mapped stay valid until they let go of them."""
+        with self._follower.moving:
+            writer.lock.check()
             manifest = self._follower.manifest
             log = {segment_path(self.path, number).name
                    for number in (*(s.number for s in manifest.sealed), manifest.active)}
             for file in (self.path / "log").glob("*.log"):
                 if file.name not in log:
                     file.unlink(missing_ok=True)
+        return remove_generations(self.path / "generations", manifest.generation, keep)
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: version, generation, shards, users, events (``generation``, ``log``, ``total``), bytes on
-        disk (same keys)."""
+        disk (same keys). Events and bytes are those of the files, also through a frozen view."""
         self._check_open()
         view = self._view
         log = 0

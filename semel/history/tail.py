@@ -88,13 +88,13 @@ class Arena:
         self.valid: dict[str, np.ndarray] = {}
         self.slots: dict[str, int] = {}  # string keys only: the integer that stands for a user in this arena
 
-    def append(self, batch: pa.RecordBatch, version: int) -> None:
+    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray) -> None:
         rows, end = self.rows, self.rows + batch.num_rows
         if end > self.room:
             self.room = max(end, 2 * self.room, 1024)
             self.arrays = {name: _grown(array, rows, self.room) for name, array in self.arrays.items()}
             self.valid = {name: _grown(array, rows, self.room) for name, array in self.valid.items()}
-        self.arrays["version"][rows:end] = version
+        self.arrays["version"][rows:end] = versions
         self.arrays["event_time"][rows:end] = batch.column(1).to_numpy()
         self.arrays[""][rows:end] = self._keys(batch.column(0))
         for index, (name, column) in enumerate(self.schema.layout.items()):
@@ -137,12 +137,12 @@ class Tail:
     def empty(cls, schema: EventSchema) -> Tail:
         return cls(Arena(schema))
 
-    def append(self, batch: pa.RecordBatch, version: int) -> Tail:
-        """The tail with one more batch (key, event_time, columns as ``Column.stored``). Only the newest tail of an
-        arena can be appended to."""
+    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray) -> Tail:
+        """The tail with one more batch (key, event_time, columns as ``Column.stored``), of one version or of an
+        ascending one for each row [rows]. Only the newest tail of an arena can be appended to."""
         if self.arena.rows != self.rows:
             raise RuntimeError("an older tail was appended to")
-        self.arena.append(batch, version)
+        self.arena.append(batch, versions)
         return Tail(self.arena, self._indexed, self._index)
 
     def after(self, version: int) -> Tail:
@@ -247,14 +247,16 @@ class Dictionaries:
         codes = self._codes[name]
         return [codes.get(value, -1) for value in values]
 
-    def encode(self, name: str, array: pa.Array) -> tuple[pa.Array, list[str]]:
-        """Strings -> (int32 codes, the values that must be appended first to make them valid)."""
+    def encode(self, name: str, arrays: Sequence[pa.DictionaryArray]) -> tuple[list[pa.Array], list[str]]:
+        """Dictionary-encoded strings -> (int32 codes of each array, the values that must be appended first to make
+        them valid). Raises ValueError where the codes would not fit."""
         codes = self._codes[name]
-        encoded = (array if pa.types.is_string(array.type) else array.cast(pa.string())).dictionary_encode()
-        values = encoded.dictionary.to_pylist()
-        new = [value for value in values if value not in codes]
-        if len(codes) + len(new) > np.iinfo(np.int32).max:
-            raise ValueError(f"column {name!r}: more than 2**31 - 1 different strings")
-        fresh = {value: len(codes) + i for i, value in enumerate(new)}
-        table = pa.array([codes[v] if v in codes else fresh[v] for v in values], pa.int32())
-        return table.take(encoded.indices), new
+        fresh: dict[str, int] = {}
+        encoded = []
+        for array in arrays:
+            table = [codes[value] if value in codes else fresh.setdefault(value, len(codes) + len(fresh))
+                     for value in array.dictionary.to_pylist()]
+            if len(codes) + len(fresh) > np.iinfo(np.int32).max:
+                raise ValueError(f"column {name!r}: more than 2**31 - 1 different strings")
+            encoded.append(pa.array(table, pa.int32()).take(array.indices))
+        return encoded, list(fresh)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -113,16 +115,80 @@ def test_threads_read_through_the_appending_handle(tmp_path: Path) -> None:
         store.verify()
 
 
-def test_arrays_outlive_the_generation_they_came_from(tmp_path: Path) -> None:
+def generations(path: Path) -> list[int]:
+    return sorted(int(folder.name) for folder in (path / "generations").iterdir())
+
+
+def test_a_reader_keeps_the_generation_that_it_reads(tmp_path: Path) -> None:
     with HistoryStore.create(tmp_path / "s", SCHEMA, shards=2) as store:
         append(store, 1)
         store.compact()
-        reader = HistoryStore.open(tmp_path / "s")
-        check(reader, 1)
+        reader = HistoryStore.open(tmp_path / "s")  # has opened none of its columns yet
         for version in range(2, 6):
             append(store, version)
             store.compact()
+        assert generations(tmp_path / "s") == [1, 5]
+        assert store.drop_generations(keep=1) == []
         assert reader.generation == 1
-        check(reader, 1)  # from the mapped files of a generation that has been removed
-        assert [f.name for f in (tmp_path / "s" / "generations").iterdir()] == ["00000005"]
+        check(reader, 1)
+        assert reader.generation == 1
+        append(store, 6)
+        check(reader, 6)  # moves on to the present generation, and lets go of the first
+        assert reader.generation == 5
+        assert store.drop_generations(keep=1) == [1]
+        assert generations(tmp_path / "s") == [5]
         assert [f.name for f in (tmp_path / "s" / "log").iterdir()] == ["00000006.log"]
+        store.compact()
+        assert generations(tmp_path / "s") == [5, 6]
+        reader.close()
+        assert store.drop_generations() == []
+        assert store.drop_generations(keep=1) == [5]
+        with pytest.raises(ValueError, match="at least 1"):
+            store.drop_generations(keep=0)
+
+
+HOLDER = """
+import sys
+from semel.history import HistoryStore, Projection
+store = HistoryStore.open(sys.argv[1])
+print("open", flush=True)
+sys.stdin.readline()
+table = store.read(store.point(store.keys(), 10**6), Projection(("item_id", "version", "text")))
+print(store.generation, table.columns["item_id"].tolist(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_reader_holds_no_lease(tmp_path: Path) -> None:
+    with HistoryStore.create(tmp_path / "s", SCHEMA, shards=2) as store:
+        append(store, 1)
+        store.compact()
+        reader = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "s")], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, text=True)
+        assert reader.stdin is not None and reader.stdout is not None
+        try:
+            assert reader.stdout.readline() == "open\n"
+            append(store, 2)
+            store.compact()
+            assert generations(tmp_path / "s") == [1, 2]
+            print(file=reader.stdin, flush=True)
+            assert reader.stdout.readline() == f"1 {[1] * USERS}\n"  # files that it opened after the compaction
+        finally:
+            reader.kill()
+            reader.wait()
+            reader.stdin.close()
+            reader.stdout.close()
+        assert store.drop_generations(keep=1) == [1]
+
+
+def test_arrays_outlive_their_generation_and_their_handle(tmp_path: Path) -> None:
+    with HistoryStore.create(tmp_path / "s", SCHEMA, shards=2) as store:
+        append(store, 1)
+        store.compact()
+        with HistoryStore.open(tmp_path / "s") as reader:
+            table = reader.read(reader.point(np.arange(USERS), 10**6), PROJECTION)
+        append(store, 2)
+        store.compact()
+        assert generations(tmp_path / "s") == [2]
+        assert table.columns["item_id"].tolist() == [1] * USERS

@@ -27,7 +27,7 @@ USERS = 5
 WRITER = """
 import sys, pyarrow as pa
 from semel.history import HistoryStore, SegmentWriter
-from semel.history import store as module
+from semel.history import writing as module
 module.SEGMENT_BYTES = 4000
 store = HistoryStore.open(sys.argv[1], mode="a")
 print("open", flush=True)

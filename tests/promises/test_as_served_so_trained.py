@@ -90,7 +90,7 @@ class AsServed(RuleBasedStateMachine):
         # Small enough that the few events of a run go through several runs of the tail's index and several segments.
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("semel.history.tail.LEVELS", (3, 9, 27, 1 << 62))
-        self.patch.setattr("semel.history.store.SEGMENT_BYTES", 9_000)
+        self.patch.setattr("semel.history.writing.SEGMENT_BYTES", 9_000)
         self.schema = EventSchema(COLUMNS, self.key_type, group="action")
         self.store = HistoryStore.create(self.folder / "store", self.schema, shards=3)
         self.reader = HistoryStore.open(self.folder / "store")

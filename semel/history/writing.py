@@ -1,0 +1,190 @@
+"""The one writer of a store: commits appends to the log, seals segments, and makes a new generation the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from semel.history.errors import StoreError
+from semel.history.following import Follower
+from semel.history.generation import Generation
+from semel.history.group_commit import Append, GroupCommit
+from semel.history.leases import Lease
+from semel.history.locking import WriterLock
+from semel.history.log import SegmentWriter
+from semel.history.manifest import Segment, segment_path
+from semel.history.records import AppendedRows, describe, versions_of
+from semel.history.schema import check_events
+
+SEGMENT_BYTES = 128 << 20  # a segment that has grown beyond this is sealed
+
+
+class Writer:
+    """Moves the files and the view of ``follower`` (which has read the log) together. ``tokens``: the version of each
+    append that had one. Any number of threads may append."""
+
+    def __init__(self, follower: Follower, lock: WriterLock) -> None:
+        self.follower, self.lock, self.path = follower, lock, follower.path
+        self.tokens = {**follower.view.generation.tokens(), **follower.tokens}
+        self._closed = False
+        self._failed = ""  # why memory and disk may disagree, after which nothing more is written
+        self._segment = SegmentWriter(segment_path(self.path, follower.manifest.active))
+        self._group = GroupCommit(self._commit)
+        if lock.abandoned:  # whatever the owner before may yet write comes after the end of a sealed segment
+            self.seal()
+
+    def close(self) -> None:
+        self._closed = True
+        self._segment.close()
+        self.lock.release()
+
+    # -- appending ----------------------------------------------------------------------------------------------
+
+    def append(self, data: Any, token: str | None) -> int:
+        """See ``HistoryStore.append``. Conversion and checks are done by the calling thread; writing, by one for all
+        that wait."""
+        if token is not None and not isinstance(token, str):
+            raise ValueError(f"token must be a string, got {token!r}")
+        if token is not None:
+            token.encode()  # a lone surrogate is an error here, not in the middle of a write
+        schema = self.follower.schema
+        arrays = check_events(data, schema)
+        for name in self.follower.view.dictionaries.names:
+            array = arrays[name]
+            arrays[name] = (array if pa.types.is_string(array.type) else array.cast(pa.string())).dictionary_encode()
+        return self._group(Append(arrays, len(arrays["event_time"]), token))
+
+    def _commit(self, group: Sequence[Append]) -> None:
+        """Give every append of the group its version or its error."""
+        with self.follower.moving:
+            self.check()
+            fresh: list[Append] = []
+            first: dict[str, Append] = {}  # of the appends with one token
+            for append in group:
+                if append.token in self.tokens:
+                    append.version, append.done = self.tokens[append.token], True
+                elif append.token is None and not append.rows:
+                    append.version, append.done = self.follower.view.version, True
+                elif append.token is None or first.setdefault(append.token, append) is append:
+                    fresh.append(append)
+            self._write_each(fresh)
+            for append in group:
+                if not append.done and append.token is not None:
+                    same = first[append.token]
+                    append.version, append.error, append.done = same.version, same.error, True
+
+    def _write_each(self, group: Sequence[Append]) -> None:
+        """One record for all; where that is refused, one for each, so that none fails for another's sake."""
+        if not group:
+            return
+        try:
+            self._write(group)
+        except (OSError, ValueError, StoreError) as error:
+            if len(group) > 1:
+                for append in group:
+                    self._write_each([append])
+            else:
+                group[0].error = error
+        for append in group:
+            append.done = True
+
+    def _write(self, group: Sequence[Append]) -> None:
+        view = self.follower.view
+        appends = [AppendedRows(view.version + 1 + i, append.rows, append.token) for i, append in enumerate(group)]
+        batch, dictionaries = self._encode(group)
+        with self.writing("an append"):
+            if self._segment.size > SEGMENT_BYTES:
+                self._roll()
+            self._segment.append(batch, describe(appends, dictionaries))
+            self.lock.check()  # a writer that took over before this moment has not read the record, or may not have
+            for name, added in dictionaries.items():
+                view.dictionaries.extend(name, added["start"], added["values"], self._segment.path)
+            versions = appends[0].version if len(appends) == 1 else versions_of(appends)
+            for append, appended in zip(group, appends, strict=True):
+                append.version = appended.version
+                if append.token is not None:
+                    self.tokens[append.token] = appended.version
+            self.follower.view = replace(view, tail=view.tail.append(batch, versions), version=appends[-1].version)
+
+    def _encode(self, group: Sequence[Append]) -> tuple[pa.RecordBatch, dict[str, Any]]:
+        """The rows of all as they are stored, and the strings that dictionaries must grow by for them. Changes
+        nothing; ValueError where a dictionary would be too large."""
+        dictionaries, stored = self.follower.view.dictionaries, self.follower.schema.stored
+        grown: dict[str, Any] = {}
+        columns = []
+        for name in stored.names:
+            arrays = [append.arrays[name] for append in group]
+            if name in dictionaries.names:
+                arrays, new = dictionaries.encode(name, arrays)
+                if new:
+                    grown[name] = {"start": dictionaries.size(name), "values": new}
+            columns.append(arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays))
+        return pa.RecordBatch.from_arrays(columns, schema=stored), grown
+
+    # -- manifests ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """With ``follower.moving`` held (a write in progress counts as failed until it ends). Raises StoreError where
+        an earlier write failed, WriterFenced where the lock was taken over."""
+        if self._closed:
+            raise StoreError(f"the handle on {self.path} is closed")
+        self.lock.check()
+        if self._failed:
+            raise StoreError(f"{self.path}: an earlier write failed ({self._failed}); reopen the store")
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Around what changes files and memory together, with ``follower.moving`` held. The disk's refusal (OSError)
+        leaves both as they were; after anything else, a signal in the middle included, nothing more is written."""
+        self.check()
+        self._failed = f"{what} did not end"
+        try:
+            yield
+        except StoreError as error:
+            self._failed = str(error)
+            raise
+        except OSError as error:
+            self._failed = "" if self._segment.usable else str(error)
+            raise
+        self._failed = ""
+
+    def seal(self) -> None:
+        """Seal the active segment and go on in a new one."""
+        with self.follower.moving, self.writing("sealing a segment"):
+            self._roll()
+
+    def _roll(self) -> None:
+        old, manifest, view = self._segment, self.follower.manifest, self.follower.view
+        sealed = (*manifest.sealed, Segment(manifest.active, old.size, view.version))
+        path = segment_path(self.path, manifest.active + 1)
+        path.unlink(missing_ok=True)  # left by a roll that did not come to its manifest
+        new = SegmentWriter(path)
+        try:
+            self.follower.swap(manifest.replace(
+                sealed=_after(view.compacted, sealed), active=manifest.active + 1,
+                versions=(view.version,) * manifest.shards))
+        except BaseException:
+            new.close()
+            raise
+        self._segment = new
+        old.close()
+
+    def adopt(self, generation: Generation, lease: Lease, seal: int, upto: int) -> None:
+        """Make ``generation``, which holds everything up to version ``upto``, the current one."""
+        with self.follower.moving, self.writing("a compaction"):
+            manifest, view = self.follower.manifest, self.follower.view
+            self.follower.swap(manifest.replace(
+                generation=generation.number, generation_seal=seal, compacted=(upto,) * manifest.shards,
+                versions=(view.version,) * manifest.shards,
+                sealed=_after(upto, manifest.sealed)))
+            self.follower.view = replace(view, generation=generation, lease=lease, compacted=upto,
+                                         tail=view.tail.after(upto))
+
+
+def _after(version: int, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Those that hold something later than ``version``."""
+    return tuple(segment for segment in segments if segment.last_version > version)
