@@ -11,17 +11,21 @@ Usable alone::
 from semel.batch import Jagged, JaggedTable, Pointers
 from semel.history.errors import (
     CorruptFile,
+    NotCompacted,
     StoreError,
     StoreExists,
     StoreLocked,
     StoreNotFound,
     VersionNotVisible,
+    WriterFenced,
+    WriterUnavailable,
 )
 from semel.history.log import SegmentWriter, read_segments
 from semel.history.schema import EventSchema, Projection, Status
 from semel.history.store import HistoryStore
 
 __all__ = [
-    "CorruptFile", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "Pointers", "Projection", "SegmentWriter",
-    "Status", "StoreError", "StoreExists", "StoreLocked", "StoreNotFound", "VersionNotVisible", "read_segments",
+    "CorruptFile", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "NotCompacted", "Pointers", "Projection",
+    "SegmentWriter", "Status", "StoreError", "StoreExists", "StoreLocked", "StoreNotFound", "VersionNotVisible",
+    "WriterFenced", "WriterUnavailable", "read_segments",
 ]

@@ -57,6 +57,11 @@ class GroupCommit:
             raise append.error
         return append.version
 
+    @property
+    def waiting(self) -> int:
+        """How many appends wait for the next group."""
+        return len(self._waiting)
+
     def _lead(self) -> None:
         group: list[Append] = []
         failure: BaseException | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from semel.batch import JaggedTable
-from semel.history import EventSchema, HistoryStore, Pointers, Projection
+from semel.history import EventSchema, HistoryStore, NotCompacted, Pointers, Projection
 from semel.history.reference import ReferenceStore
 
 INTEGER_USERS = [0, 1, -7, 2**62, 5]
@@ -95,6 +96,8 @@ class AsServed(RuleBasedStateMachine):
         self.store = HistoryStore.create(self.folder / "store", self.schema, shards=3)
         self.reader = HistoryStore.open(self.folder / "store")
         self.oracle = ReferenceStore("action")
+        self.view = HistoryStore.open(self.folder / "store", at_version=0)
+        self.compacted = 0
         self.frozen: list[tuple[Pointers, Projection, list[Any]]] = []
 
     def teardown(self) -> None:
@@ -107,6 +110,43 @@ class AsServed(RuleBasedStateMachine):
         rows = data.draw(rows_of(self.users))
         assert self.store.append(to_table(rows, self.schema), token) == self.oracle.append(rows, token)
 
+    @rule(data=st.data(), names=st.lists(st.sampled_from(["a", "c", "d", 1, 2]), min_size=2, max_size=4, unique=True))
+    def append_together(self, data: st.DataObject, names: list[str | int]) -> None:
+        """From several threads at once: some share a write, all have versions as if they had come in turn."""
+        batches = [(data.draw(rows_of(self.users)), name if isinstance(name, str) else None) for name in names]
+        with ThreadPoolExecutor(len(names)) as pool:
+            versions = list(pool.map(lambda batch: self.store.append(to_table(batch[0], self.schema), batch[1]),
+                                     batches))
+        for version, (rows, token) in sorted(zip(versions, batches, strict=True), key=lambda one: one[0]):
+            if rows or token is not None:
+                assert self.oracle.append(rows, token) == version
+
+    @rule(keep=st.integers(1, 3))
+    def drop_generations(self, keep: int) -> None:
+        self.store.drop_generations(keep)
+
+    @rule(data=st.data())
+    def freeze(self, data: st.DataObject) -> None:
+        self.view.close()
+        version = data.draw(st.integers(0, self.oracle.version))
+        self.view = HistoryStore.open(self.folder / "store", at_version=version)
+
+    @rule(projection=PROJECTIONS, by_writer=st.booleans())
+    def read_frozen_and_compacted(self, projection: Projection, by_writer: bool) -> None:
+        """A frozen view shows its version; what the generation holds can be read from it alone, the rest is named."""
+        pointers = self.view.point(self.users, 2**62)
+        drawn = [(user, 2**62, self.view.version) for user in self.users]
+        expected = self.expected(drawn, projection)
+        assert to_rows(self.view.read(pointers, projection), self.schema) == expected
+        assert self.view.keys().tolist() == sorted(
+            {event.user_id for event in self.oracle.events if event.version <= self.view.version})
+        handle = self.store if by_writer else self.view
+        if self.view.version <= self.compacted:
+            assert to_rows(handle.read(pointers, projection, require_compacted=True), self.schema) == expected
+        else:
+            with pytest.raises(NotCompacted, match=f"versions {self.compacted + 1} to {self.view.version} "):
+                handle.read(pointers, projection, require_compacted=True)
+
     @rule()
     def refresh_reader(self) -> None:
         assert self.reader.refresh() == self.oracle.version
@@ -115,6 +155,7 @@ class AsServed(RuleBasedStateMachine):
     @rule()
     def compact(self) -> None:
         self.store.compact()
+        self.compacted = self.oracle.version
 
     @rule()
     def reopen(self) -> None:
