@@ -23,9 +23,11 @@ from semel.history.errors import (
 from semel.history.log import SegmentWriter, read_segments
 from semel.history.schema import EventSchema, Projection, Status
 from semel.history.store import HistoryStore
+from semel.history.writer_client import WriterClient
+from semel.history.writer_server import WriterServer
 
 __all__ = [
     "CorruptFile", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "NotCompacted", "Pointers", "Projection",
     "SegmentWriter", "Status", "StoreError", "StoreExists", "StoreLocked", "StoreNotFound", "VersionNotVisible",
-    "WriterFenced", "WriterUnavailable", "read_segments",
+    "WriterClient", "WriterFenced", "WriterServer", "WriterUnavailable", "read_segments",
 ]
