@@ -211,7 +211,8 @@ def check_events(data: Any, schema: EventSchema) -> dict[str, pa.Array]:
         array.validate(full=True)  # foreign memory; after this nothing in it can fail halfway
         if field_.name == "event_time" and pa.types.is_timestamp(array.type):
             array = array.cast(pa.timestamp("us", array.type.tz)).cast(pa.int64())
-        elif field_.name not in schema.layout or not schema.layout[field_.name].is_dictionary:
+        elif array.type != field_.type and not (field_.name in schema.layout
+                                                and schema.layout[field_.name].is_dictionary):
             array = array.cast(field_.type)  # strings of another layout, lists whose inner field is named otherwise
         arrays[field_.name] = array
     for name in (schema.key, "event_time"):

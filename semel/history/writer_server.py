@@ -129,8 +129,11 @@ class WriterServer:
 
     def _answer(self, request: dict[str, Any], body: bytearray) -> dict[str, Any]:
         try:
-            with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
-                table = reader.read_all()
+            try:
+                with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+                    table = reader.read_all()
+            except (pa.ArrowException, OSError, ValueError) as error:
+                raise ValueError(f"the body of an append must be an Arrow stream: {error}") from None
             return {"version": self.store.append(table, request.get("token"))}
         except Exception as error:
             return describe_error(error)
