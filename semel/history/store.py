@@ -65,7 +65,11 @@ class HistoryStore:
         self._writer: Writer | None = None
         if lock is not None:  # after the log was read: a segment that is missing must not be made anew
             self._writer = Writer(self._follower, lock)
-            self._clean(self._writer, keep=1)
+            try:
+                self._clean(self._writer, keep=1)
+            except BaseException:
+                self._writer.close()
+                raise
 
     # -- opening and closing ------------------------------------------------------------------------------------
 

@@ -35,7 +35,11 @@ class Writer:
         self._segment = SegmentWriter(segment_path(self.path, follower.manifest.active))
         self._group = GroupCommit(self._commit)
         if lock.abandoned:  # whatever the owner before may yet write comes after the end of a sealed segment
-            self.seal()
+            try:
+                self.seal()
+            except BaseException:
+                self._segment.close()
+                raise
 
     def close(self) -> None:
         self._closed = True

@@ -92,6 +92,23 @@ def test_a_group_is_one_record_with_a_version_for_each(
         assert items(again) == [*expected, (7, 9, "t2")]
 
 
+def test_a_torn_group_is_not_there_at_all(
+        store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody was told of any of its appends, and the retry of each is one append."""
+    together(store, monkeypatch, [lambda i=i: store.append(rows(i), token=f"k{i}") for i in range(3)])
+    store.close()
+    segment = tmp_path / "store" / "log" / "00000001.log"
+    content = segment.read_bytes()
+    group = content.rindex(b"SREC")
+    for cut in (*range(group + 1, len(content), 97), len(content) - 1):
+        segment.write_bytes(content[:cut])
+        with HistoryStore.open(tmp_path / "store") as reader:
+            assert reader.version == 1 and items(reader) == [(1, 1000, "t6")]
+    with HistoryStore.open(tmp_path / "store", mode="a") as again:
+        assert [again.append(rows(i), token=f"k{i}") for i in (2, 0, 2)] == [2, 3, 2]
+        assert items(again) == [(1, 1000, "t6"), (2, 2, "t2"), (3, 0, "t0")]
+
+
 def test_the_same_token_in_one_group_is_one_append(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = together(store, monkeypatch, [lambda: store.append(rows(3), token="x")] * 3 + [
         lambda: store.append(rows(4).slice(0, 0)), lambda: store.append(rows(4).slice(0, 0), token="empty")])

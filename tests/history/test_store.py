@@ -135,6 +135,23 @@ def test_readers_follow_and_never_shorten(store: HistoryStore, tmp_path: Path) -
         store.read(Pointers(np.array([1]), 100, np.array([6])), ITEMS)
 
 
+def test_a_read_refreshes_once_and_only_for_a_newer_pointer(
+        store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from semel.history.following import Follower
+
+    reader, refreshes = HistoryStore.open(tmp_path / "store"), []
+    refresh = Follower.refresh
+    monkeypatch.setattr(Follower, "refresh", lambda self: (refreshes.append(1), refresh(self)))
+    store.append(events((1, 1, 1)))
+    for expected in (1, 1):
+        assert reader.read(Pointers(np.array([1]), 9, np.array([1])), ITEMS).columns["item_id"].tolist() == [1]
+        assert len(refreshes) == expected
+    for expected in (2, 3):
+        with pytest.raises(VersionNotVisible):
+            reader.read(Pointers(np.array([1]), 9, np.array([2])), ITEMS)
+        assert len(refreshes) == expected
+
+
 def test_a_reader_whose_generation_is_gone_reads_the_next(store: HistoryStore, tmp_path: Path) -> None:
     store.append(events((1, 1, 1), (2, 1, 2)))
     store.compact()
