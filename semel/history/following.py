@@ -50,6 +50,11 @@ class Follower:
         self._position = (self.manifest.first_segment, SEGMENT_HEADER)
         self._adopted = False
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """(segment, bytes of it) that the view holds."""
+        return self._position
+
     def refresh(self) -> None:
         """Move the view to the manifest and log as they are now; again where a compaction got in between."""
         for attempt in range(RETRIES):

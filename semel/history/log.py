@@ -58,7 +58,7 @@ class SegmentWriter:
             self.size = last_record_end(self.path)
             if os.fstat(self._handle).st_size > self.size:
                 os.ftruncate(self._handle, self.size)
-                sync(self._handle)
+            sync(self._handle)  # a writer that was killed may have left whole records that only memory holds
             if not existed:
                 sync_folder(self.path.parent)
         except BaseException:

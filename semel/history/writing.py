@@ -29,17 +29,19 @@ class Writer:
 
     def __init__(self, follower: Follower, lock: WriterLock) -> None:
         self.follower, self.lock, self.path = follower, lock, follower.path
-        self.tokens = {**follower.view.generation.tokens(), **follower.tokens}
         self._closed = False
         self._failed = ""  # why memory and disk may disagree, after which nothing more is written
         self._segment = SegmentWriter(segment_path(self.path, follower.manifest.active))
         self._group = GroupCommit(self._commit)
-        if lock.abandoned:  # whatever the owner before may yet write comes after the end of a sealed segment
-            try:
-                self.seal()
-            except BaseException:
-                self._segment.close()
-                raise
+        try:
+            if lock.abandoned:
+                follower.refresh()  # what the owner before has written since: that counts,
+                self._segment.size = follower.position[1]
+                self.seal()  # and what it may yet write comes after the end of a sealed segment
+            self.tokens = {**follower.view.generation.tokens(), **follower.tokens}
+        except BaseException:
+            self._segment.close()
+            raise
 
     def close(self) -> None:
         self._closed = True

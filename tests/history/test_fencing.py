@@ -91,6 +91,27 @@ def test_a_write_that_was_under_way_is_not_acknowledged(
     second[0].close()
 
 
+def test_a_write_that_ends_during_the_takeover_is_kept_whole(
+        first: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next writer has read the log, and has yet to look for the segment's end: both must name the same records."""
+    from semel.history import log
+
+    look = log.last_record_end
+
+    def write_first(path: Path, sealed: int | None = None) -> int:
+        monkeypatch.setattr(log, "last_record_end", look)
+        batch = pa.record_batch([column.chunk(0) for column in rows(99).columns], schema=SCHEMA.stored)
+        first._writer._segment.append(batch, {"version": 2, "token": "t"})  # type: ignore[union-attr]
+        return look(path, sealed)
+
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    monkeypatch.setattr(log, "last_record_end", write_first)
+    with HistoryStore.open(tmp_path / "s", mode="a") as second:
+        assert second.append(rows(3)) == 3
+        assert second.append(rows(99), token="t") == 2
+        assert items(tmp_path / "s") == [1, 3, 99]
+
+
 def test_after_a_kill_the_next_writer_begins_a_segment(tmp_path: Path) -> None:
     code = ("import os, sys, pyarrow as pa; from semel.history import EventSchema, HistoryStore\n"
             "store = HistoryStore.create(sys.argv[1], EventSchema({'item_id': pa.int64()}), shards=2)\n"

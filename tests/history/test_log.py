@@ -92,6 +92,16 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path) -> None:
             pytest.fail(f"byte {at}")
 
 
+def test_what_a_killed_writer_left_is_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have died between write and fsync; whoever continues the segment counts the record as there."""
+    path = tmp_path / "1.log"
+    write(path, 1)
+    synced = []
+    monkeypatch.setattr("semel.history.log.sync", synced.append)
+    SegmentWriter(path).close()
+    assert len(synced) == 1
+
+
 def test_damage_stops_a_writer_too(tmp_path: Path) -> None:
     path = tmp_path / "1.log"
     ends = write(path)
