@@ -14,6 +14,7 @@ import pyarrow as pa
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
 from semel.history.generation import Generation
 from semel.history.leases import Lease
+from semel.history.locking import durable_end
 from semel.history.log import SEGMENT_HEADER, last_record_end, read_records
 from semel.history.manifest import NAME, Manifest, generation_path, parse_manifest, read_manifest, segment_path
 from semel.history.records import appends_of, versions_of
@@ -36,10 +37,11 @@ class View:
 
 
 class Follower:
-    """The newest view that a handle knows of. Whoever moves it holds ``moving``."""
+    """The newest view that a handle knows of. Whoever moves it holds ``moving``. ``durable_only``: leave out what the
+    writer has written but not synced yet (the writer itself takes all)."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, durable_only: bool = True) -> None:
+        self.path, self.durable_only = path, durable_only
         self.moving = threading.RLock()
         self._content = read_manifest(path)
         self.manifest = parse_manifest(self._content, path)
@@ -90,13 +92,20 @@ class Follower:
     def _read_log(self) -> None:
         """Read the log from where this handle stands."""
         sealed = {segment.number: segment.bytes for segment in self.manifest.sealed}
+        active, most = self.manifest.active, None
+        durable = durable_end(self.path / "writer.lock") if self.durable_only else None
+        if durable is not None:
+            if durable[0] > active:
+                raise GenerationGone(f"segment {durable[0]} of the log is not in {NAME}")
+            most = durable[1] if durable[0] == active else SEGMENT_HEADER
         while True:
             number, offset = self._position
             path = segment_path(self.path, number)
-            for metadata, batch, end in read_records(path, offset, sealed.get(number)):
+            for metadata, batch, end in read_records(path, offset, sealed.get(number),
+                                                     most if number == active else None):
                 self._take(metadata, batch, path)
                 self._position = (number, end)
-            if number not in sealed:
+            if number == active:
                 return
             self._position = (number + 1, SEGMENT_HEADER)
 

@@ -1,16 +1,24 @@
-"""One writer at a time: an advisory lock on a file that names its owner, and fencing of an owner that lost it."""
+"""One writer at a time: an advisory lock on a file that names its owner, and fencing of an owner that lost it.
+
+The file also says how much of the log is on the disk (``docs/formats/history.md``): readers in other processes go no
+further, so nobody reads through a version that a power cut could still take back."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import secrets
+import time
+import zlib
+from functools import cache
 from pathlib import Path
 
-from semel.history.errors import StoreLocked, WriterFenced
+from semel.history.errors import CorruptFile, StoreLocked, WriterFenced
 from semel.history.files import sync
 
-_OWNER_BYTES = 64  # more than a process id and a nonce take
+_OWNER = "{pid:<10} {nonce} {boot:<36}\n"  # of one length, so that a new owner is written over the old one at once
+_MARK = "{segment:010d} {size:020d} {crc:08x}\n"
+_OWNER_BYTES, _MARK_BYTES = 65, 41
 
 
 class WriterLock:
@@ -32,11 +40,23 @@ class WriterLock:
             os.close(self._handle)
             raise StoreLocked(f"{path.parent} is open for appending in process {holder}; close it there, or open it "
                               'here with mode="r"') from None
-        self.abandoned = bool(os.pread(self._handle, 1, 0))
-        self._owner = f"{os.getpid()} {secrets.token_hex(8)}\n".encode()
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, self._owner, 0)
-        sync(self._handle)
+        try:
+            before = os.pread(self._handle, _OWNER_BYTES + _MARK_BYTES, 0)
+            self.abandoned = bool(before)
+            self._owner = _OWNER.format(pid=os.getpid(), nonce=secrets.token_hex(8), boot=boot()).encode()
+            kept = before[_OWNER_BYTES:] if _boot_of(before) == boot() else b""  # until this owner has looked itself
+            os.pwrite(self._handle, self._owner + kept, 0)
+            os.ftruncate(self._handle, _OWNER_BYTES + len(kept))
+            sync(self._handle)
+        except BaseException:
+            os.close(self._handle)
+            raise
+
+    def mark(self, segment: int, size: int) -> None:
+        """The log is on the disk up to byte ``size`` of ``segment``. Not synced itself: after a power cut it is void,
+        since what the disk then has is on the disk."""
+        crc = zlib.crc32(f"{segment} {size}".encode())
+        os.pwrite(self._handle, _MARK.format(segment=segment, size=size, crc=crc).encode(), _OWNER_BYTES)
 
     def check(self) -> None:
         """Raise WriterFenced unless this is still the lock's owner. Costs two system calls, no disk access."""
@@ -50,9 +70,10 @@ class WriterLock:
         except FileNotFoundError:
             return False
 
-    def release(self) -> None:
+    def release(self, in_order: bool = True) -> None:
+        """``in_order``: all that the log has is on the disk, and no write is under way."""
         if self._handle >= 0:
-            if os.pread(self._handle, _OWNER_BYTES, 0) == self._owner:
+            if in_order and os.pread(self._handle, _OWNER_BYTES, 0) == self._owner:
                 os.ftruncate(self._handle, 0)
             os.close(self._handle)
             self._handle = -1
@@ -64,3 +85,38 @@ def owner(path: Path) -> str:
         return path.read_text("ascii", "replace").split()[0]
     except (OSError, IndexError):
         return "unknown"
+
+
+def durable_end(path: Path) -> tuple[int, int] | None:
+    """(segment, bytes) up to which a reader may trust the log to be on the disk. None for all of it: the writer closed
+    it in order, or the computer was started again since, or (where a system names no boot) nobody can say."""
+    for attempt in range(50):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if not boot() or _boot_of(content) != boot() or len(content) == _OWNER_BYTES:
+            return None
+        try:
+            segment, size, crc = content[_OWNER_BYTES:].decode("ascii").split()
+            if int(crc, 16) == zlib.crc32(f"{int(segment)} {int(size)}".encode()):
+                return int(segment), int(size)
+        except ValueError:
+            pass
+        time.sleep(0.0001 * attempt)  # it was being written
+    raise CorruptFile(f"{path}: it does not say how much of the log is on the disk; open the store for appending once")
+
+
+def _boot_of(content: bytes) -> str:
+    """The boot in a lock file, "" where it names none (empty, or of an older format)."""
+    parts = content[:_OWNER_BYTES].decode("ascii", "replace").split()
+    return parts[2] if len(parts) == 3 and len(content) >= _OWNER_BYTES else ""
+
+
+@cache
+def boot() -> str:
+    """What names this start of the computer; "" where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""

@@ -149,17 +149,19 @@ def single_batch(table: pa.Table) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=table.schema)
 
 
-def read_records(path: Path, offset: int = SEGMENT_HEADER,
-                 sealed: int | None = None) -> Iterator[tuple[dict[str, Any], pa.RecordBatch, int]]:
+def read_records(path: Path, offset: int = SEGMENT_HEADER, sealed: int | None = None,
+                 most: int | None = None) -> Iterator[tuple[dict[str, Any], pa.RecordBatch, int]]:
     """(metadata, batch, offset after it) of the records from byte ``offset`` on. ``sealed``: the number of bytes that
-    the segment must have; without it the end of the file may be torn. Raises CorruptFile, FileNotFoundError."""
+    the segment must have; without it the end of the file may be torn. ``most``: stop there. Raises CorruptFile,
+    FileNotFoundError."""
     with open(path, "rb") as file:
         _check_segment(file.read(SEGMENT_HEADER), path)
-        while offset != sealed:  # what lies behind is of a writer that was fenced, and counts for nothing
+        while offset != sealed and (most is None or offset < most):  # what lies behind does not count
             record = None
             for wait in (0.0, 0.003):  # a reader may look at a record while its writer takes it back
                 time.sleep(wait)
                 size = os.fstat(file.fileno()).st_size if sealed is None else sealed
+                size = size if most is None else min(size, most)
                 try:
                     record = _read_record(file, path, offset, size)
                     break

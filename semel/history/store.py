@@ -55,7 +55,7 @@ class HistoryStore:
         self._compacting = threading.Lock()  # held by whoever makes or removes generations
         self._closed = False
         self._checked: set[Projection] = set()
-        self._follower = Follower(path)
+        self._follower = Follower(path, durable_only=lock is None)
         self.schema = self._follower.schema
         self._no_tail = Tail.empty(self.schema)
         self._follower.refresh()

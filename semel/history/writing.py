@@ -39,6 +39,7 @@ class Writer:
                 self._segment.size = follower.position[1]
                 self.seal()  # and what it may yet write comes after the end of a sealed segment
             self.tokens = {**follower.view.generation.tokens(), **follower.tokens}
+            lock.mark(follower.manifest.active, self._segment.size)
         except BaseException:
             self._segment.close()
             raise
@@ -46,7 +47,7 @@ class Writer:
     def close(self) -> None:
         self._closed = True
         self._segment.close()
-        self.lock.release()
+        self.lock.release(in_order=not self._failed)
 
     # -- appending ----------------------------------------------------------------------------------------------
 
@@ -107,6 +108,7 @@ class Writer:
                 self._roll()
             self._segment.append(batch, describe(appends, dictionaries))
             self.lock.check()  # a writer that took over before this moment has not read the record, or may not have
+            self.lock.mark(self.follower.manifest.active, self._segment.size)
             for name, added in dictionaries.items():
                 view.dictionaries.extend(name, added["start"], added["values"], self._segment.path)
             versions = appends[0].version if len(appends) == 1 else versions_of(appends)

@@ -11,7 +11,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from semel.history import EventSchema, HistoryStore, Projection, StoreError, StoreLocked, WriterFenced
+from semel.history import (
+    CorruptFile,
+    EventSchema,
+    HistoryStore,
+    Projection,
+    StoreError,
+    StoreLocked,
+    WriterFenced,
+)
 
 SCHEMA = EventSchema({"item_id": pa.int64()})
 
@@ -110,6 +118,57 @@ def test_a_write_that_ends_during_the_takeover_is_kept_whole(
         assert second.append(rows(3)) == 3
         assert second.append(rows(99), token="t") == 2
         assert items(tmp_path / "s") == [1, 3, 99]
+
+
+def test_readers_see_what_is_on_the_disk_only(
+        first: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut may take back what is written but not synced; no pointer may have named its version by then."""
+    seen = []
+
+    def look(handle: int) -> None:
+        os.fsync(handle)
+        seen.append((items(tmp_path / "s"), reader.refresh()))
+
+    reader = HistoryStore.open(tmp_path / "s")
+    with monkeypatch.context() as patch:
+        patch.setattr("semel.history.log.sync", look)
+        assert first.append(rows(2)) == 2
+    assert seen == [([1], 1)]
+    assert reader.refresh() == 2 and items(tmp_path / "s") == [1, 2]
+    first.compact()
+    first.append(rows(3))
+    assert reader.refresh() == 3 and items(tmp_path / "s") == [1, 2, 3]
+
+
+def test_a_record_that_nobody_synced_waits_for_the_next_writer(
+        first: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = pa.record_batch([column.chunk(0) for column in rows(2).columns], schema=SCHEMA.stored)
+    first._writer._segment.append(batch, {"version": 2})  # type: ignore[union-attr]
+    first._writer._segment.close()  # type: ignore[union-attr]
+    first._writer.lock.release(in_order=False)  # type: ignore[union-attr]  # as if killed here
+    assert items(tmp_path / "s") == [1]
+    with monkeypatch.context() as patch:  # after a new start of the computer what the disk has is on the disk
+        patch.setattr("semel.history.locking.boot", lambda: "another")
+        assert items(tmp_path / "s") == [1, 2]
+    with HistoryStore.open(tmp_path / "s", mode="a") as second:
+        assert items(tmp_path / "s") == [1, 2]
+        assert second.append(rows(3)) == 3
+    assert items(tmp_path / "s") == [1, 2, 3]
+
+
+def test_a_lock_file_of_another_time_or_with_damage(first: HistoryStore, tmp_path: Path) -> None:
+    lock = tmp_path / "s" / "writer.lock"
+    first.append(rows(2))
+    content = lock.read_bytes()
+    first.close()
+    for text, expected in ((b"", [1, 2]), (b"1234\n", [1, 2]), (content[:65], [1, 2]), (content, [1, 2])):
+        lock.write_bytes(text)
+        assert items(tmp_path / "s") == expected
+    lock.write_bytes(content[:-9] + b"00000000\n")
+    with pytest.raises(CorruptFile, match=r"writer\.lock"):
+        HistoryStore.open(tmp_path / "s")
+    HistoryStore.open(tmp_path / "s", mode="a").close()
+    assert items(tmp_path / "s") == [1, 2]
 
 
 def test_after_a_kill_the_next_writer_begins_a_segment(tmp_path: Path) -> None:
