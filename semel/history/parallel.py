@@ -31,7 +31,7 @@ def run(jobs: Sequence[Job], threads: int) -> None:
         future.result()
 
 
-def default_threads() -> int:
+def cores() -> int:
     """The cores that this process may use, at most MOST_THREADS."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_THREADS)
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, MOST_THREADS)

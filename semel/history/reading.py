@@ -172,7 +172,7 @@ def _select_tail(view: View, schema: EventSchema, keys: np.ndarray, as_of: np.nd
     return rows, begin, room[1:]
 
 
-def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projection, threads: int = 1) -> JaggedTable:
+def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> JaggedTable:
     chosen = select(view, schema, pointers, projection)
     offsets = np.empty(len(chosen.count) + 1, np.int64)
     total = gather.sum_counts(chosen.count, offsets)
@@ -191,7 +191,7 @@ def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projec
             masks = [flat(shard.valid(name) if len(shard.valid(name)) else _all_valid(shard.rows)) for shard in shards]
             copies += _copies(chosen, offsets, masks, bits(tail.valid[name] if in_tail else _all_valid(tail.rows)),
                               bits(valid), 1)
-    parallel.run(copies, threads if total * len(columns) > SERIAL_VALUES else 1)
+    parallel.run(copies, parallel.cores() if total * len(columns) > SERIAL_VALUES else 1)
     for name, valid in list(validity.items()):
         if valid.all():
             del validity[name]

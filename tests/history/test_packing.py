@@ -1,11 +1,14 @@
 """Packed columns: every bit comes back, at any place, and damaged payloads are refused or read within bounds."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from semel.batch import Pointers
+from semel.history import EventSchema, HistoryStore, Projection
 from semel.history.packing import BLOCK, pack, unpack, view_packed
 
 DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "?"]
@@ -60,3 +63,47 @@ def test_a_damaged_payload_is_refused_or_read_within_bounds(size, flips, cut, se
     except ValueError:
         return
     assert len(unpack(column, size, np.int64)) == size
+
+
+def test_a_store_packed_and_plain_answers_the_same_in_one_read_or_many(tmp_path):
+    random = np.random.default_rng(0)
+    count, users = 40_000, 300
+    table = pa.table({
+        "user_id": random.integers(0, users, count), "event_time": random.integers(0, 10**12, count),
+        "item_id": pa.array(random.zipf(1.3, count), mask=random.random(count) < 0.01),
+        "price": random.random(count).astype(np.float32), "small": random.integers(-9, 9, count).astype(np.int8),
+        "vector": pa.FixedSizeListArray.from_arrays(pa.array(random.random(3 * count).astype(np.float16)), 3),
+        "action": pa.array(random.choice(["view", "like"], count)).dictionary_encode(),
+    })
+    schema = EventSchema({"item_id": pa.int64(), "price": pa.float32(), "small": pa.int8(),
+                          "vector": pa.list_(pa.float16(), 3), "action": pa.dictionary(pa.int8(), pa.string())},
+                         group="action")
+    asked = random.permutation(np.tile(np.arange(users), 10))
+    pointers = Pointers(asked, np.int64(9 * 10**11), np.int64(2))
+    answers = []
+    for codec in ("packed", "plain"):
+        with HistoryStore.create(tmp_path / codec, schema, shards=4) as store:
+            store.append(table.slice(0, 30_000))
+            store.compact(codec=codec)
+            store.append(table.slice(30_000))
+            for projection in (Projection(("item_id", "price", "small", "vector", "action")),
+                               Projection(("item_id", "action"), last=7, groups=("like",), since=10**11)):
+                whole = store.read(pointers, projection)  # enough values for several threads
+                parts = [store.read(pointers[at : at + 100], projection) for at in range(0, len(pointers), 100)]
+                for name, column in whole.columns.items():
+                    assert np.array_equal(bits(column), np.concatenate([bits(part.columns[name]) for part in parts]))
+                answers.append({**whole.columns, "offsets": whole.offsets, **{
+                    f"{name} valid": valid for name, valid in (whole.validity or {}).items()}})
+            assert store.stats()["generation"] == 1 and store.verify()
+            store.compact(codec="plain" if codec == "packed" else "packed")  # what lies in the log goes along
+            assert store.read(pointers, Projection(("item_id",))).offsets[-1] == answers[-2]["offsets"][-1]
+    for one, other in zip(answers[:2], answers[2:], strict=True):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(bits(one[name]), bits(other[name])) for name in one)
+
+
+def test_another_codec_is_refused(tmp_path):
+    with HistoryStore.create(tmp_path / "store", EventSchema({"item_id": pa.int64()})) as store, pytest.raises(
+        ValueError, match="codec 'zip' is none of packed, plain"
+    ):
+        store.compact(codec="zip")
