@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -128,12 +129,12 @@ class EventSchema:
     def string_keys(self) -> bool:
         return pa.types.is_string(self.user_id)
 
-    @property
+    @cached_property
     def arrow(self) -> pa.Schema:
         """The schema of a table that ``append`` takes."""
         return pa.schema([(self.key, self.user_id), ("event_time", pa.int64()), *self.columns.items()])
 
-    @property
+    @cached_property
     def stored(self) -> pa.Schema:
         """The schema of the log's batches."""
         return pa.schema([(self.key, self.user_id), ("event_time", pa.int64()),
@@ -196,11 +197,12 @@ def check_events(data: Any, schema: EventSchema) -> dict[str, pa.Array]:
     a missing or extra column, a wrong type, a null or negative ``event_time``, a null key."""
     table = as_table(data)
     want = schema.arrow
-    missing = [name for name in want.names if name not in table.column_names]
-    extra = [name for name in table.column_names if name not in want.names]
-    if missing or extra or len(table.column_names) != len(want.names):
+    names, have = want.names, table.column_names  # pyarrow makes these lists anew each time
+    missing = [name for name in names if name not in have]
+    extra = [name for name in have if name not in names]
+    if missing or extra or len(have) != len(names):
         raise ValueError(f"events do not fit the store's schema: missing {missing or 'none'}, unknown {extra or 'none'}"
-                         f"; the columns are {', '.join(want.names)}, each once")
+                         f"; the columns are {', '.join(names)}, each once")
     arrays = {}
     for field_ in want:
         column = table.column(field_.name)

@@ -68,7 +68,7 @@ class Writer:
     def _commit(self, group: Sequence[Append]) -> None:
         """Give every append of the group its version or its error."""
         with self.follower.moving:
-            self.check()
+            self._check_sound()
             fresh: list[Append] = []
             first: dict[str, Append] = {}  # of the appends with one token
             for append in group:
@@ -138,9 +138,13 @@ class Writer:
     def check(self) -> None:
         """With ``follower.moving`` held (a write in progress counts as failed until it ends). Raises StoreError where
         an earlier write failed, WriterFenced where the lock was taken over."""
+        if not self._closed:
+            self.lock.check()
+        self._check_sound()
+
+    def _check_sound(self) -> None:
         if self._closed:
             raise StoreError(f"the handle on {self.path} is closed")
-        self.lock.check()
         if self._failed:
             raise StoreError(f"{self.path}: an earlier write failed ({self._failed}); reopen the store")
 
