@@ -109,6 +109,31 @@ def test_lists_of_structs_vectors_nulls_and_lists_of_something_else(tmp_path):
     assert any("'candidates' is left out: row 1 has 3 values for 2 items" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list, lambda inner: pa.list_(inner, 2)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_kinds_of_lists_ids_and_times(tmp_path, kind, stream):
+    users = pa.array(["ä", "ä"]).dictionary_encode()
+    items = pa.array([["x", "y"]] * 2, kind(pa.string()))
+    times = pa.array([[1, 2]] * 2, kind(pa.timestamp("ms", "UTC")))
+    table = pa.table({"user_id": users, "request_time": ["1970-01-01T00:00:01Z", "1970-01-01T00:00:02Z"],
+                      "item_ids": items, "event_times": times}).slice(1)
+    path = tmp_path / "fat.arrow"
+    with pa.ipc.new_stream(str(path), table.schema) if stream else pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    ingest_fat_rows([path], tmp_path / "store")
+    assert events_in(tmp_path / "store", "item_id") == {"ä": [(1_000, "x"), (2_000, "y")]}
+
+
+def test_a_list_that_was_asked_for_must_be_one_of_the_history(tmp_path):
+    path = write(tmp_path / "fat.parquet", [{"user": 1, "at": 5, "events": [(1, 1)]}])
+    table = pq.read_table(path).append_column("labels", pa.array([[1, 2]]))
+    pq.write_table(table, path)
+    with pytest.raises(ValueError, match="row 1: 'labels' has 2 values for 1 items in 'history_item_id'"):
+        open_fat_rows([path], FatRowColumns(others={"label": "labels"}))
+    with pytest.raises(ValueError, match="no list 'label'; the lists are"):
+        open_fat_rows([path], FatRowColumns(others={"label": "label"}))
+
+
 def test_a_column_that_came_later(tmp_path):
     old = write(tmp_path / "in" / "1.parquet", [{"user": 1, "at": 15, "events": [(10, 5)]}])
     new = write(tmp_path / "in" / "2.parquet", [{"user": 1, "at": 25, "events": [(10, 5, 7), (20, 6, 8)]}],
