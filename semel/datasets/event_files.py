@@ -18,7 +18,7 @@ from semel.datasets.ids import encoded, numbers
 from semel.datasets.table import EventColumns, integer_or_string, to_time
 from semel.history import EventSchema
 from semel.history.export import schema_in
-from semel.history.schema import RESERVED, Column, to_numpy
+from semel.history.schema import RESERVED, Column, numpy_dtype, to_numpy
 from semel.table_files import digest, file_schema, is_text, read_batches
 
 _READINGS = (pa.int64(), pa.float64(), pa.bool_(), pa.timestamp("us"), pa.timestamp("us", "UTC"))
@@ -213,7 +213,7 @@ def require(file: EventFile, name: str, want: pa.DataType) -> None:
     if pa.types.is_integer(have):
         low, high = file.ranges.get(name, (0, 0))
         if pa.types.is_integer(want):
-            limits = np.iinfo(want.to_pandas_dtype())
+            limits = np.iinfo(numpy_dtype(want))
             if not (limits.min <= low and high <= limits.max):
                 raise ValueError(f"{file.path}: column {name!r} has values from {low} to {high}, too large for "
                                  f"{want}, which the store keeps")

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from semel.batch import JaggedTable, Pointers
-from semel.history.schema import Column, EventSchema, Projection
+from semel.history.schema import Column, EventSchema, Projection, numpy_dtype
 from semel.history.store import HistoryStore
 
 FORMATS = ("parquet", "lance")
@@ -157,7 +157,7 @@ def to_arrow(histories: JaggedTable, column: Column, kind: pa.DataType, strings:
 
 def _written(kind: pa.DataType, strings: int) -> pa.DataType:
     """The type in the file: a dictionary that has outgrown its declared index gets a wider one."""
-    if pa.types.is_dictionary(kind) and strings > np.iinfo(kind.index_type.to_pandas_dtype()).max:
+    if pa.types.is_dictionary(kind) and strings > np.iinfo(numpy_dtype(kind.index_type)).max:
         return pa.dictionary(pa.int32(), pa.string())
     return kind
 

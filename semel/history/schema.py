@@ -29,6 +29,11 @@ class Status(IntEnum):
     UNKNOWN_USER = 3
 
 
+def numpy_dtype(kind: pa.DataType) -> np.dtype:
+    """Of a number or a boolean; ``to_pandas_dtype`` of older pyarrow asks for pandas."""
+    return np.dtype(pa.array([], kind).to_numpy(zero_copy_only=False).dtype)
+
+
 @dataclass(frozen=True)
 class Projection:
     """What a model reads of a history: ``columns`` (schema columns, ``event_time``, ``version``), events of ``groups``
@@ -78,7 +83,7 @@ class Column:
         elif pa.types.is_timestamp(kind):
             dtype = np.dtype(np.int64)
         elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
-            dtype = np.dtype(kind.to_pandas_dtype())
+            dtype = numpy_dtype(kind)
         else:
             raise ValueError(f"column {self.name!r}: type {self.type} is not supported; use integers, floats, bool, "
                              "string, dictionary<string>, timestamp or a fixed-size list of numbers")

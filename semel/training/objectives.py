@@ -75,7 +75,8 @@ class RankingObjective:
                                  f"(examples.{split}_fraction) or more events")
         self._validation_begins = examples.boundaries["validation"]
         common: dict[str, Any] = {"features": recipe.features, "catalogue": self.catalogue, "seed": recipe.seed}
-        self.loader: Loader = RequestLoader(examples.paths["train"], self.store, batch_requests=recipe.batch, **common)
+        self.loader: Loader = RequestLoader(examples.paths["train"], self.store, batch_requests=recipe.batch,
+                                            shuffle=config.shuffle, **common)
         self._validation = RequestLoader(examples.paths["validation"], self.store, batch_requests=256, shuffle=False,
                                          **common)
         binary = [task.name for task in recipe.features.tasks if task.kind == "binary"]

@@ -18,13 +18,17 @@ from semel.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class ExampleConfig:
-    """How events become examples. ``name``: the example set under ``STORE/examples``. Ranking: a pause of more than
-    ``gap_minutes`` begins a new request, a rating of ``like_threshold`` or more is a like, the last ``test_fraction``
-    of events by time test and ``validation_fraction`` before them validate. Next item: each user's last event tests,
-    the one before it validates; users with fewer than ``min_events`` are left out; one with more than a history holds
-    gives its last events, or a stretch that ends anywhere, with a chance that falls from ``earlier_windows`` to zero
-    over the epochs. ``validate`` False (next item only): the event before the last is trained on too, as published
-    leave-one-out runs do; nothing validates, so all epochs run and the last weights are kept."""
+    """How events become examples. ``name``: the example set under ``STORE/examples``.
+
+    Ranking: a pause of more than ``gap_minutes`` begins a new request, a rating of ``like_threshold`` or more is a
+    like, the last ``test_fraction`` of events by time test and ``validation_fraction`` before them validate;
+    ``shuffle``: as of ``RequestLoader``.
+
+    Next item: each user's last event tests, the one before it validates; users with fewer than ``min_events`` are left
+    out; one with more than a history holds gives its last events, or a stretch that ends anywhere, with a chance that
+    falls from ``earlier_windows`` to zero over the epochs. ``validate`` False: the event before the last is trained on
+    too, as published leave-one-out runs do; nothing validates, so all epochs run and the last weights are kept.
+    """
 
     name: str = "sessions"
     gap_minutes: float = 10.0
@@ -32,6 +36,7 @@ class ExampleConfig:
     validation_fraction: float = 0.1
     test_fraction: float = 0.1
     max_candidates: int | None = None
+    shuffle: Literal["window", "full"] = "full"
     min_events: int = 3
     earlier_windows: float = 0.0
     validate: bool = True
