@@ -65,9 +65,9 @@ def ingest(
     if as_json:
         output.print_json({"store": str(store), **facts, **dataclasses.asdict(report)})
         return
-    new = "" if report.appended == report.events else f" ({output.count(report.appended)} of them new)"
+    of = "of" if report.appended == report.events else f"({output.count(report.appended)} of them new); now"
     output.results().print(
-        f"{output.count(report.events)} events{new}; now {output.count(report.users)} users and "
+        f"{output.count(report.events)} events {of} {output.count(report.users)} users and "
         f"{output.count(report.items)} items: {output.size(report.bytes)} in {store}, "
         f"{output.count(report.events_per_second)} events/s", soft_wrap=True)
 
