@@ -69,7 +69,7 @@ def test_files_of_one_ingest(semel, tmp_path):
     for name in ("b", "a"):
         (tmp_path / f"{name}.csv").write_text(f"user_id,item_id,event_time,x\n1,{name},1,2\n")
     result = done(semel("ingest", tmp_path / "b.csv", tmp_path / "a.csv", "--store", tmp_path / "s", "--column", "y=x"))
-    assert "2 events; now 1 users and 2 items" in result.stdout
+    assert "2 events of 1 users and 2 items" in result.stdout
     with HistoryStore.open(tmp_path / "s") as store:
         found = store.read(store.point([1], as_of=9), Projection(("item_id", "y")))
         assert found.strings("item_id").tolist() == ["b", "a"], "in the order given"
