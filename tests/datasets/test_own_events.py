@@ -87,7 +87,6 @@ def test_every_format_gives_the_same_store(tmp_path):
     assert ingest_files([folder], tmp_path / "all").events == 10
 
 
-@pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 26, reason="pyarrow reads no null vector from Parquet")
 def test_types_are_kept(tmp_path):
     table = events([1, 1], [2, 3], [1, 2], action=pa.array(["like", None]).dictionary_encode(),
                    seen=pa.array([1, None], pa.timestamp("ms", "UTC")), tiny=pa.array([1, None], pa.int8()),

@@ -91,7 +91,6 @@ def test_newest_first_future_and_unsorted(tmp_path):
     assert (recovery.future, recovery.unsorted) == (4, 2)
 
 
-@pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 26, reason="pyarrow reads no null vector from Parquet")
 def test_lists_of_structs_vectors_nulls_and_lists_of_something_else(tmp_path):
     history = [[{"item_id": "映画", "event_time": 1, "vector": [1.0, 2.0], "seen": True}], None,
                [{"item_id": "映画", "event_time": 1, "vector": [1.0, 2.0], "seen": True},
