@@ -63,10 +63,10 @@ class RowsPlan:
             loop(*arguments, *self.rows, self.order)
             return
         first, *others = (np.ascontiguousarray(self.order[part::threads]) for part in range(threads))
-        helpers = [_pool(threads).submit(loop, *arguments, *self.rows, order) for order in others]
+        running = [_pool(threads).submit(loop, *arguments, *self.rows, order) for order in others]
         loop(*arguments, *self.rows, first)
-        for helper in helpers:
-            helper.result()
+        for part in running:
+            part.result()
 
 
 @cache
