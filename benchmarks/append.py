@@ -11,7 +11,6 @@ single appender can beat on this disk. On a file system in memory an fsync costs
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.command import run_and_show
 from benchmarks.history import SCHEMA, generate
 from semel.history import HistoryStore, WriterClient, WriterServer
 
@@ -176,15 +176,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the folder for temporary files)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="semel-benchmark-", dir=options.folder))
-    try:
-        result = run(options.appends, options.rows, options.rounds, folder)
-    finally:
-        shutil.rmtree(folder)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    run_and_show(lambda folder: run(options.appends, options.rows, options.rounds, folder),
+                 show, options.json, options.folder)
 
 
 if __name__ == "__main__":

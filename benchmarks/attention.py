@@ -20,6 +20,7 @@ from torch import Tensor
 
 from semel.models import reference
 from semel.models.attention import AttentionPlan, jagged_attention
+from semel.models.attention_chunks import ChunksAttention, plan_chunks
 from semel.models.softmax import sample_negatives, softmax_loss
 from semel.models.time_bias import TIME_BUCKETS, time_bucket
 
@@ -87,6 +88,11 @@ def run(rounds: int) -> dict[str, dict[str, float]]:
     def padded() -> Tensor:
         return padded_attention(q, k, v, offsets, when, position_bias, time_bias)
 
+    def chunked() -> Tensor:
+        plan = plan_chunks(offsets, offsets, True, LONGEST, when, when)
+        nothing = q.new_empty(0)
+        return ChunksAttention.apply(q, k, v, nothing, nothing, position_bias, time_bias, plan, "silu", 1.0, LONGEST)
+
     difference = float((fast() - padded()).detach().abs().max())
     table = torch.randn(3707, 64, generator=g, requires_grad=True)
     query = torch.randn(tokens, 64, generator=g, requires_grad=True)
@@ -98,6 +104,8 @@ def run(rounds: int) -> dict[str, dict[str, float]]:
 
     return {
         "attention": {**compare(fast, padded, rounds), "tokens": tokens, "max_difference": difference},
+        "attention, chunked": {**compare(fast, chunked, rounds), "tokens": tokens,
+                               "max_difference": float((fast() - chunked()).detach().abs().max())},
         "softmax_loss": {**compare(lambda: loss(softmax_loss), lambda: loss(reference.softmax_loss), rounds),
                          "tokens": tokens,
                          "max_difference": float((loss(softmax_loss) - loss(reference.softmax_loss)).detach().abs())},

@@ -11,10 +11,8 @@ same events sorted by user. Where DuckDB, Lance and RocksDB are installed they a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks import other_stores
+from benchmarks.command import run_and_show
 from semel.batch import offsets_of
 from semel.history import EventSchema, HistoryStore, Pointers, Projection
 
@@ -252,15 +251,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="how long the contestants take turns")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="semel-benchmark-"))
-    try:
-        result = run(options.users, options.mean, options.requests, options.seconds, folder)
-    finally:
-        shutil.rmtree(folder)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    run_and_show(lambda folder: run(options.users, options.mean, options.requests, options.seconds, folder),
+                 show, options.json)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ in memory.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.command import run_and_show
 from benchmarks.history import medians
 from semel.batch import Jagged, JaggedTable, Pointers, RequestRows
 from semel.examples import RequestLoader, history_tensors, rows_to_table, take_events
@@ -270,16 +268,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="how long the contestants of a table take turns")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="semel-benchmark-"))
-    try:
-        result = run(options.users, options.mean, options.requests_per_user, options.last, options.longest,
-                     options.batch, options.seconds, folder)
-    finally:
-        shutil.rmtree(folder)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    run_and_show(lambda folder: run(options.users, options.mean, options.requests_per_user, options.last,
+                                        options.longest, options.batch, options.seconds, folder),
+                 show, options.json)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import typer
 
 def compact(
     store: Annotated[Path, typer.Argument(help="The folder of the store.")],
+    codec: Annotated[str, typer.Option(help="packed: small; plain: larger, a little faster to read.")] = "packed",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Rewrite a store for reading: what is in the log joins its user's other events."""
@@ -25,7 +26,7 @@ def compact(
                 continue
             with HistoryStore.open(path, mode="a") as handle:
                 moved = handle.stats()["events"]["log"]
-                handle.compact(partial(progress, f"compact {name}"))
+                handle.compact(partial(progress, f"compact {name}"), codec)  # type: ignore[arg-type]  # it checks
                 stats[name] = {"moved": moved, **handle.stats()}
     if as_json:
         output.print_json(stats)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +16,7 @@ import pyarrow.parquet as pq
 
 from semel.datasets.dataset import Dataset, Progress
 from semel.history import EventSchema, HistoryStore
+from semel.history.files import whole_folder
 
 CHUNK_ROWS = 100_000
 CATALOGUE_SHARDS = 1
@@ -54,16 +52,8 @@ def ingest(dataset: Dataset, store: Path, progress: Progress | None = None, shar
     there and not empty, ValueError for a data set that cannot be stored.
     """
     store = Path(store)
-    if store.is_file() or (store.is_dir() and any(store.iterdir())):
-        raise FileExistsError(f"{store} exists already; remove it (rm -r {store}) or choose another --store")
-    store.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=store.parent, prefix=f".{store.name}."))
-    try:
-        report = _build(dataset, scratch / store.name, progress, shards)
-        os.rename(scratch / store.name, store)  # also over an empty folder
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return report
+    with whole_folder(store, "--store") as building:
+        return _build(dataset, building, progress, shards)
 
 
 def _build(dataset: Dataset, path: Path, progress: Progress | None, shards: int) -> IngestReport:

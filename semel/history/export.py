@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from semel.batch import JaggedTable, Pointers
+from semel.history.files import whole_folder
 from semel.history.schema import Column, EventSchema, Projection, numpy_dtype
 from semel.history.store import HistoryStore
 
@@ -51,13 +49,7 @@ def export(store: HistoryStore, path: Path, format: str = "parquet",
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
     lance = _lance() if format == "lance" else None
-    path = Path(path)
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise FileExistsError(f"{path} exists already; remove it or choose another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        building = scratch / path.name
+    with whole_folder(Path(path), "folder") as building:
         rows = Rows(store)
         if lance is not None:
             batches = (batch for shard in range(rows.shards) for batch in _counted(rows.batches(shard), shard, rows,
@@ -70,12 +62,8 @@ def export(store: HistoryStore, path: Path, format: str = "parquet",
                 if progress:
                     progress(shard + 1, rows.shards)
         files = [file for file in building.rglob("*") if file.is_file()]
-        report = ExportReport(rows.written, len(rows.keys), rows.version, len(files),
-                              sum(file.stat().st_size for file in files))
-        os.rename(building, path)  # also over an empty folder
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return report
+        return ExportReport(rows.written, len(rows.keys), rows.version, len(files),
+                            sum(file.stat().st_size for file in files))
 
 
 def _counted(batches: Iterator[pa.RecordBatch], shard: int, rows: Rows,

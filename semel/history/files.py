@@ -11,10 +11,13 @@ import fcntl
 import json
 import mmap
 import os
+import shutil
 import struct
+import tempfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,6 +179,21 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def whole_folder(path: Path, option: str) -> Iterator[Path]:
+    """A folder to fill, hidden beside ``path``; renamed to it where the block ends well, removed where it does not.
+    Raises FileExistsError, naming ``option``, where ``path`` is there and not empty."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise FileExistsError(f"{path} exists already; remove it (rm -r {path}) or choose another {option}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield scratch / path.name
+        os.rename(scratch / path.name, path)  # also over an empty folder
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def dump_json(body: dict[str, Any]) -> bytes:

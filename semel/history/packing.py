@@ -258,7 +258,7 @@ def _unpack_range(column, first, count, out, to):
 
 def value_at(column: Any, row: int) -> Any:
     """Value ``row`` of a column as kernels take it: of a plain one as it is, of a packed one as uint64."""
-    raise NotImplementedError
+    return column[row] if isinstance(column, np.ndarray) else _unpack_value(column, row)
 
 
 @overload(value_at, inline="always")
@@ -270,7 +270,10 @@ def _value_at(column, row):
 
 def copy_range(column: Any, first: int, count: int, out: np.ndarray, to: int) -> None:
     """Values ``first`` to ``first + count`` into ``out`` (unsigned, as wide as the column's type) from ``to`` on."""
-    raise NotImplementedError
+    if isinstance(column, np.ndarray):
+        out[to : to + count] = column[first : first + count]
+    else:
+        _unpack_range(column, first, count, out, to)
 
 
 @overload(copy_range)

@@ -18,6 +18,9 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "semel-read")
 
 
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads stay behind in the parent
+
+
 def run(jobs: Sequence[Job], threads: int) -> None:
     """All jobs, ``threads`` at a time; raises what the first failing one raised, once all are done."""
     if threads <= 1 or len(jobs) <= 1:

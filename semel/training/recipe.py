@@ -41,6 +41,11 @@ class ExampleConfig:
     earlier_windows: float = 0.0
     validate: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("validation_fraction", "test_fraction", "earlier_windows"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"examples.{name} must be from 0 to 1, got {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:

@@ -1,5 +1,9 @@
 """Packed columns: every bit comes back, at any place, and damaged payloads are refused or read within bounds."""
 
+import os
+import signal
+import time
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -107,3 +111,33 @@ def test_another_codec_is_refused(tmp_path):
         ValueError, match="codec 'zip' is none of packed, plain"
     ):
         store.compact(codec="zip")
+
+
+def fill(store):
+    random = np.random.default_rng(0)
+    store.append(pa.table({"user_id": random.integers(0, 50, 20_000), "event_time": random.integers(0, 10**9, 20_000),
+                           "item_id": random.integers(0, 10**6, 20_000)}))
+    store.compact()
+    return Pointers(np.tile(np.arange(50), 20), np.int64(10**9), np.int64(1))
+
+
+@pytest.mark.timeout(60)
+def test_a_forked_process_reads_on(tmp_path):
+    """Threads do not come along into a child."""
+    with HistoryStore.create(tmp_path / "store", EventSchema({"item_id": pa.int64()})) as store:
+        pointers = fill(store)
+        total = int(store.read(pointers, Projection(("item_id",))).columns["item_id"].sum())
+        child = os.fork()
+        if not child:
+            found = int(store.read(pointers, Projection(("item_id",))).columns["item_id"].sum())
+            os._exit(0 if found == total else 1)
+        for _ in range(400):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            status = -1
+        assert status == 0

@@ -63,3 +63,10 @@ def test_every_recipe_is_frozen_data_that_survives_json(name):
 def test_an_unknown_recipe_names_the_nearest():
     with pytest.raises(ValueError, match="nearest is 'ml1m_rank'"):
         recipes.get("ml1m_rnk")
+
+
+@pytest.mark.parametrize(("field", "value"), [("earlier_windows", -0.1), ("earlier_windows", 2.0),
+                                              ("test_fraction", float("nan"))])
+def test_a_share_is_from_0_to_1(field, value):
+    with pytest.raises(ValueError, match=f"examples.{field} must be from 0 to 1"):
+        override(recipes.get("ml1m_next"), {f"examples.{field}": value})
