@@ -8,6 +8,18 @@ from typing import Any, Literal
 ModelKind = Literal["sequence_ranker", "dcnv2", "dlrm", "next_item"]
 
 
+def _at_least(config: Any, where: str, **least: int) -> None:
+    for name, value in least.items():
+        if not getattr(config, name) >= value:
+            raise ValueError(f"{where}.{name} must be at least {value}, got {getattr(config, name)}")
+
+
+def _shares(config: Any, where: str, *names: str) -> None:
+    for name in names:
+        if not 0.0 <= getattr(config, name) < 1.0:
+            raise ValueError(f"{where}.{name} must be from 0 to below 1, got {getattr(config, name)}")
+
+
 @dataclass(frozen=True)
 class EncoderConfig:
     """``kind``: ``hstu`` or ``transformer``. ``dim``: width of a token; ``heads`` x ``head_dim``: attention;
@@ -26,6 +38,8 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         if self.kind not in ("hstu", "transformer"):
             raise ValueError(f"encoder kind {self.kind!r} is none of hstu, transformer")
+        _at_least(self, "encoder", dim=1, layers=0, heads=1, head_dim=1, positions=1)
+        _shares(self, "encoder", "dropout")
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.kind not in ("sequence_ranker", "dcnv2", "dlrm", "next_item"):
             raise ValueError(f"model kind {self.kind!r} is none of sequence_ranker, dcnv2, dlrm, next_item")
+        _at_least(self, "model", dim=1, warm_start=0, cross_layers=0, negatives=0, popularity=0)
+        _shares(self, "model", "dropout", "unknown_rate", "embedding_dropout")
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"model.temperature must be above 0, got {self.temperature}")
 
     @property
     def objective(self) -> Literal["ranking", "next_item"]:

@@ -59,6 +59,14 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear"] = "constant"
     clip_norm: float = 5.0
 
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay", "warmup_steps", "clip_norm"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"optimizer.{name} must be 0 or more and finite, got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} must be from 0 to below 1, got {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class Recipe:

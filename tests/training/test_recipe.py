@@ -65,8 +65,12 @@ def test_an_unknown_recipe_names_the_nearest():
         recipes.get("ml1m_rnk")
 
 
-@pytest.mark.parametrize(("field", "value"), [("earlier_windows", -0.1), ("earlier_windows", 2.0),
-                                              ("test_fraction", float("nan"))])
-def test_a_share_is_from_0_to_1(field, value):
-    with pytest.raises(ValueError, match=f"examples.{field} must be from 0 to 1"):
-        override(recipes.get("ml1m_next"), {f"examples.{field}": value})
+@pytest.mark.parametrize(("field", "value"), [
+    ("examples.earlier_windows", -0.1), ("examples.earlier_windows", 2.0), ("examples.test_fraction", float("nan")),
+    ("model.negatives", -5), ("model.popularity", float("nan")), ("model.temperature", 0.0), ("model.dim", 0),
+    ("model.embedding_dropout", 1.5), ("model.encoder.heads", 0), ("model.encoder.dropout", -0.1),
+    ("optimizer.learning_rate", float("nan")), ("optimizer.learning_rate", -1.0), ("optimizer.beta2", 1.0),
+])
+def test_a_number_out_of_range_is_refused_by_its_name(field, value):
+    with pytest.raises(ValueError, match=r"\.".join(field.split(".")[-2:]) + " must be"):
+        override(recipes.get("ml1m_next"), {field: value})
