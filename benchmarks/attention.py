@@ -24,7 +24,7 @@ from semel.models.attention_chunks import ChunksAttention, plan_chunks
 from semel.models.softmax import sample_negatives, softmax_loss
 from semel.models.time_bias import TIME_BUCKETS, time_bucket
 
-ROWS, LONGEST, HEADS, WIDTH = 128, 200, 2, 32
+ROWS, LONGEST = 128, 200
 
 
 def lengths(generator: torch.Generator) -> Tensor:
@@ -71,12 +71,12 @@ def compare(fast: Callable[[], Tensor], other: Callable[[], Tensor], rounds: int
             "ratio": statistics.median(ratios), "ratio_low": ratios[0], "ratio_high": ratios[-1]}
 
 
-def run(rounds: int) -> dict[str, dict[str, float]]:
+def run(rounds: int, heads: int, width: int) -> dict[str, dict[str, float]]:
     g = torch.Generator().manual_seed(0)
     size = lengths(g)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), size.cumsum(0)])
     tokens = int(offsets[-1])
-    q, k, v = (torch.randn(tokens, HEADS, WIDTH, generator=g, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(tokens, heads, width, generator=g, requires_grad=True) for _ in range(3))
     position_bias, time_bias = (torch.zeros(n, requires_grad=True) for n in (LONGEST, TIME_BUCKETS))
     when = torch.randint(0, 10**14, (tokens,), generator=g)
 
@@ -115,16 +115,18 @@ def run(rounds: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--width", type=int, default=32, help="of a head")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    result = {"threads": torch.get_num_threads(), **run(arguments.rounds)}
+    result = {"threads": torch.get_num_threads(), **run(arguments.rounds, arguments.heads, arguments.width)}
     if arguments.json:
         print(json.dumps(result))
         return
     print(f"{result['threads']} threads, forward and backward")
-    for name in ("attention", "softmax_loss"):
+    for name in ("attention", "attention, chunked", "softmax_loss"):
         row = result[name]
-        print(f"{name:14} {row['fast_ms']:8.1f} ms   plain {row['other_ms']:8.1f} ms   ratio {row['ratio']:.2f} "
+        print(f"{name:18} {row['fast_ms']:8.1f} ms   other {row['other_ms']:8.1f} ms   ratio {row['ratio']:.2f} "
               f"({row['ratio_low']:.2f}-{row['ratio_high']:.2f})   {row['tokens']} tokens, max difference "
               f"{row['max_difference']:.1e}")
 
