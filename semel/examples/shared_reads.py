@@ -143,14 +143,14 @@ def _read_groups(store: HistoryStore, pointers: Pointers, projection: Projection
                  newest: np.ndarray, last: int) -> Histories:
     version = np.zeros(len(newest), np.int64)
     np.maximum.at(version, group, pointers.version)
-    older = np.flatnonzero(pointers.version < version[group])
+    older = np.flatnonzero(np.full(len(pointers), store.expired_before > 0) | (pointers.version < version[group]))
     need = ("event_time", "version") if len(older) else ("event_time",)
     head = dataclasses.replace(projection, columns=tuple(dict.fromkeys((*projection.columns, *need))),
                                last=None if last >= _NO_LIMIT else last)
     table = store.read(Pointers(pointers.user_id[newest], pointers.as_of[newest], version), head)
     of_head = _status(table)
     status, seen = of_head[group], np.full(len(pointers), -1, np.int64)
-    if len(older):  # how much they see, and their status, for which no column is read
+    if len(older):  # how much they see, and their status (a shorter one may be EXPIRED); no column is read for it
         found = store.read(pointers[older], dataclasses.replace(projection, columns=()))
         seen[older], status[older] = found.lengths, _status(found)
     usual = (of_head == Status.OK) | (of_head == Status.UNKNOWN_USER)

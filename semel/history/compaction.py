@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from semel.history import gather
+from semel.history.backfill import AddedColumn
 from semel.history.following import View
 from semel.history.generation import NO_VALIDITY, Codec, GenerationWriter, Shard
+from semel.history.marks import Marks
 from semel.history.schema import EventSchema
-from semel.history.tail import Tail, bits, frozen
+from semel.history.scrubbing import Scrubbing
+from semel.history.tail import Dictionaries, Tail, bits, erased, frozen
 
 _NONE = frozen(np.empty(0, np.int64))
 
@@ -25,6 +28,14 @@ class Bucket:
     users: np.ndarray | list[bytes]
     offsets: np.ndarray
     refs: np.ndarray
+
+    def only(self, keep: np.ndarray) -> Bucket:
+        """The rows of ``keep`` [rows], and the users that have some."""
+        left = np.concatenate([[0], np.cumsum(keep)])[self.offsets]
+        some = np.diff(left) > 0
+        users = [user for user, stays in zip(self.users, some.tolist(), strict=True) if stays] if isinstance(
+            self.users, list) else self.users[some]
+        return Bucket(users, np.concatenate([[0], left[1:][some]]), self.refs[keep])
 
 
 def merge_bucket(old_users: np.ndarray | list[bytes], old_offsets: np.ndarray, old_times: np.ndarray,
@@ -76,33 +87,45 @@ def validity(refs: np.ndarray, old: np.ndarray, rows: int, new: np.ndarray) -> n
     return take(refs, old, new)
 
 
-def write_generation(folder: Path, view: View, tokens: dict[str, int], codec: Codec,
-                     progress: Callable[[int, int], None] | None = None) -> int:
-    """Write the view's generation + tail as a new generation into ``folder``; its seal. One shard at a time in
-    memory."""
+def write_generation(folder: Path, view: View, tokens: dict[str, int], codec: Codec, scrubbing: Scrubbing,
+                     added: AddedColumn | None, progress: Callable[[int, int], None] | None = None) -> int:
+    """Write the view's generation + tail as a new generation into ``folder``, without what ``scrubbing`` leaves out and
+    with the column ``added``; its seal. One shard at a time in memory."""
     old, tail = view.generation, view.tail
     schema, shards = old.schema, len(old.shards)
-    writer = GenerationWriter(folder, schema, shards, codec)
+    new_schema = schema if added is None else schema.with_column(added.column.name, added.column.type, 0)
+    writer = GenerationWriter(folder, new_schema, shards, codec)
     keys = tail.columns[""]
     slots = [text.encode() for text in tail.arena.slots] if schema.string_keys else []
     of_row = shards_of(slots, shards)[keys] if schema.string_keys and len(keys) else shards_of(keys, shards)
     by_shard = np.argsort(of_row, kind="stable")
     ends = np.searchsorted(of_row[by_shard], np.arange(shards + 1))
+    expired = []
     for shard in old.shards:
         rows = by_shard[ends[shard.index] : ends[shard.index + 1]]
         new_keys = [slots[slot] for slot in keys[rows].tolist()] if schema.string_keys else keys[rows]
-        _write_shard(writer, schema, shard, tail, rows, new_keys)
+        expired.append(_write_shard(writer, schema, shard, tail, rows, new_keys, scrubbing, added, view.dictionaries))
         if progress is not None:
             progress(shard.index + 1, shards)
     dictionaries = {name: [value.encode() for value in view.dictionaries.array(name)]
                     for name in view.dictionaries.names}
+    if len(scrubbing.forget):  # a string that only erased events had goes with them
+        for name, values in dictionaries.items():
+            dictionaries[name] = [value if code in writer.codes[name] else erased(code).encode()
+                                  for code, value in enumerate(values)]
+    if added is not None and added.column.is_dictionary:
+        dictionaries[added.column.name] = [word.encode() for word in added.words]
+    writer.marks(*scrubbing.marks(old, expired))
     return writer.finish(dictionaries, tokens)
 
 
 def _write_shard(writer: GenerationWriter, schema: EventSchema, shard: Shard, tail: Tail, rows: np.ndarray,
-                 new_keys: np.ndarray | list[bytes]) -> None:
+                 new_keys: np.ndarray | list[bytes], scrubbing: Scrubbing, added: AddedColumn | None,
+                 dictionaries: Dictionaries) -> Marks:
+    """Marks of what expired."""
+    expired = Marks.empty(schema.string_keys)
     if not shard.rows and not len(rows):
-        return
+        return expired
     empty = not shard.rows
     old_users = ([] if schema.string_keys else _NONE) if empty else (
         shard.user_keys() if schema.string_keys else shard.users)
@@ -116,8 +139,6 @@ def _write_shard(writer: GenerationWriter, schema: EventSchema, shard: Shard, ta
 
     bucket = merge_bucket(old_users, offsets, old_column("event_time"), new_keys, rows, tail.columns["event_time"])
     versions = take(bucket.refs, old_column("version"), tail.columns["version"])
-    first, last = np.empty(len(bucket.users), np.int64), np.empty(len(bucket.users), np.int64)
-    gather.version_range(bucket.offsets, versions, first, last)
 
     def column(name: str) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
         return lambda: (
@@ -125,9 +146,22 @@ def _write_shard(writer: GenerationWriter, schema: EventSchema, shard: Shard, ta
             validity(bucket.refs, old_valid(name), shard.rows, tail.valid.get(name, NO_VALIDITY)),
         )
 
+    if scrubbing:
+        times = column("event_time")()[0]
+        keep, expired = scrubbing.keep(bucket.users, bucket.offsets, times, versions, lambda name: column(name)(),
+                                       dictionaries)
+        if not keep.all():
+            bucket, versions = bucket.only(keep), versions[keep]
+            if not len(bucket.refs):
+                return expired
+    first, last = np.empty(len(bucket.users), np.int64), np.empty(len(bucket.users), np.int64)
+    gather.version_range(bucket.offsets, versions, first, last)
     columns = {name: column(name) for name in ("event_time", *schema.layout)}
+    if added is not None:
+        columns[added.column.name] = lambda: added.values(bucket.users, bucket.offsets, lambda name: column(name)())
     writer.shard(shard.index, bucket.users, bucket.offsets, first, last,
                  {"version": lambda: (versions, NO_VALIDITY), **columns})
+    return expired
 
 
 def shards_of(keys: np.ndarray | list[bytes], shards: int) -> np.ndarray:

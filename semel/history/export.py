@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from semel.batch import JaggedTable, Pointers
 from semel.history.files import whole_folder
-from semel.history.schema import Column, EventSchema, Projection, numpy_dtype
+from semel.history.schema import EventSchema, Projection, from_numpy, numpy_dtype
 from semel.history.store import HistoryStore
 
 FORMATS = ("parquet", "lance")
@@ -121,26 +120,10 @@ class Rows:
             pa.array(np.repeat(np.arange(len(keys)), histories.lengths)))
         layout = self._store.schema.layout
         columns = [users, *(pa.array(histories.columns[name]) for name in ("event_time", "version"))]
-        columns += [to_arrow(histories, column, self.schema.field(name).type, self._strings.get(name))
+        columns += [from_numpy(histories.columns[name], (histories.validity or {}).get(name), column,
+                               self.schema.field(name).type, self._strings.get(name))
                     for name, column in layout.items()]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
-
-
-def to_arrow(histories: JaggedTable, column: Column, kind: pa.DataType, strings: pa.Array | None) -> pa.Array:
-    """A column of histories as an Arrow array of type ``kind``. ``strings``: what codes stand for."""
-    values = histories.columns[column.name]
-    valid = (histories.validity or {}).get(column.name)
-    missing = None if valid is None else ~valid
-    if column.is_dictionary:
-        codes = pa.array(values, pa.int32(), mask=missing)
-        if pa.types.is_dictionary(kind):
-            return pa.DictionaryArray.from_arrays(codes.cast(kind.index_type), strings)
-        return pc.take(strings, codes).cast(kind)
-    if column.shape:
-        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), type=kind, mask=(
-            None if missing is None else pa.array(missing)))
-    array = pa.array(values, mask=missing)
-    return array.view(kind) if pa.types.is_timestamp(kind) else array
 
 
 def _written(kind: pa.DataType, strings: int) -> pa.DataType:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
+from semel.history.deletions import Deletion, Deletions, deletion_in
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
 from semel.history.generation import Generation
 from semel.history.leases import Lease
@@ -26,12 +26,14 @@ RETRIES = 50  # how often a reader starts again because a compaction moved what 
 @dataclass(frozen=True)
 class View:
     """What a handle sees at a moment. Immutable (``dictionaries`` only grow), so a reader that holds one needs no
-    lock. ``compacted``: the highest version in the generation, which ``lease`` keeps on the disk."""
+    lock. ``deletions``: those that the generation does not know. ``compacted``: the highest version in the generation,
+    which ``lease`` keeps on the disk."""
 
     generation: Generation
     tail: Tail
     version: int
     dictionaries: Dictionaries
+    deletions: Deletions
     compacted: int = 0
     lease: Lease | None = None
 
@@ -46,8 +48,9 @@ class Follower:
         self._content = read_manifest(path)
         self.manifest = parse_manifest(self._content, path)
         self.schema = schema = self.manifest.schema
-        dictionaries = Dictionaries([name for name, column in schema.layout.items() if column.is_dictionary])
-        self.view = View(Generation(None, 0, schema, self.manifest.shards), Tail.empty(schema), 0, dictionaries)
+        dictionaries = Dictionaries(schema.dictionaries)
+        self.view = View(Generation(None, 0, schema, self.manifest.shards), Tail.empty(schema), 0, dictionaries,
+                         Deletions((), schema, dictionaries))
         self.tokens: dict[str, int] = {}  # of the log's records
         self._position = (self.manifest.first_segment, SEGMENT_HEADER)
         self._adopted = False
@@ -78,13 +81,18 @@ class Follower:
         if manifest.generation != view.generation.number:
             folder = generation_path(self.path, manifest.generation)
             lease = Lease(folder)  # first, so that it is not removed while it is being opened
-            generation = Generation(folder, manifest.generation, self.schema, manifest.shards,
-                                    manifest.generation_seal)
+            schema = manifest.schema
+            generation = Generation(folder, manifest.generation, schema, manifest.shards, manifest.generation_seal)
+            view.dictionaries.include(schema.dictionaries)
             for name in view.dictionaries.names:
                 view.dictionaries.extend(name, 0, generation.dictionary(name), folder)
             upto = manifest.compacted_version
-            self.view = replace(view, generation=generation, tail=view.tail.after(upto),
-                                version=max(view.version, upto), compacted=upto, lease=lease)
+            tail = view.tail.after(upto)
+            if schema != self.schema:
+                self.schema, tail = schema, tail.with_schema(schema)
+            self.view = replace(view, generation=generation, tail=tail,
+                                version=max(view.version, upto), deletions=view.deletions.after(upto),
+                                compacted=upto, lease=lease)
         if self._position[0] < manifest.first_segment:
             self._position = (manifest.first_segment, SEGMENT_HEADER)
         self.manifest = manifest
@@ -113,19 +121,33 @@ class Follower:
         """Add one record to the view, unless the generation has its events already."""
         view = self.view
         try:
+            if "delete" in metadata:
+                self._take_deletion(deletion_in(metadata, batch), path)
+                return
             appends = appends_of(metadata, batch.num_rows)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFile(f"{path}: the record after version {view.version} cannot be read: {error!r}") from None
+        if batch.num_columns > len(self.schema.stored.names):
+            raise GenerationGone(f"{path} has a column that {NAME} did not have")
         first, last = appends[0].version, appends[-1].version
         if last <= view.version:
             return
-        if first != view.version + 1:
-            raise CorruptFile(f"{path}: version {first} follows {view.version}; records are missing")
+        self._check_next(first, path)
         for name, added in metadata.get("dictionaries", {}).items():
             view.dictionaries.extend(name, added["start"], added["values"], path)
         versions = last if len(appends) == 1 else versions_of(appends)
         self.view = replace(view, tail=view.tail.append(batch, versions), version=last)
         self.tokens.update((append.token, append.version) for append in appends if append.token is not None)
+
+    def _take_deletion(self, deletion: Deletion, path: Path) -> None:
+        view = self.view
+        if deletion.version > view.version:
+            self._check_next(deletion.version, path)
+            self.view = replace(view, deletions=view.deletions.add(deletion), version=deletion.version)
+
+    def _check_next(self, version: int, path: Path) -> None:
+        if version != self.view.version + 1:
+            raise CorruptFile(f"{path}: version {version} follows {self.view.version}; records are missing")
 
     def swap(self, manifest: Manifest) -> None:
         """Replace the manifest (the one writer does). StoreError where nobody can tell which one is on the disk; any
@@ -137,26 +159,6 @@ class Follower:
                 raise StoreError(f"{self.path / NAME} could not be made durable ({error}); reopen the store") from error
             raise
         self.manifest, self._content = manifest, read_manifest(self.path)
-
-
-def keys_of(view: View) -> np.ndarray:
-    """All users of whom an event had arrived by the view's version, sorted: int64, or strings as objects."""
-    strings = view.generation.schema.string_keys
-    recent = np.unique(view.tail.columns[""][: np.searchsorted(view.tail.columns["version"], view.version, "right")])
-    older: list[np.ndarray] = []
-    for shard in view.generation.shards:
-        if shard.rows:
-            keys = np.array(shard.user_keys(), object) if strings else shard.users
-            if view.compacted > view.version:  # a frozen view on a later generation
-                keys = keys[shard.first <= view.version]
-            older.append(keys)
-    if not strings:
-        return np.unique(np.concatenate([recent, *older]))
-    by_slot = list(view.tail.arena.slots)
-    found = {key.decode() for keys in older for key in keys} | {by_slot[slot] for slot in recent}
-    out = np.empty(len(found), object)
-    out[:] = sorted(found)
-    return out
 
 
 def verify(path: Path) -> dict[str, int]:

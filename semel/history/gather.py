@@ -168,9 +168,22 @@ def _wanted(group, valid, row, groups):
 
 
 @kernel
-def select_tail(rows, times, low, high, versions, version, group, valid, groups, filtered, most, room, out, begin):
+def _is_gone(row, row_version, before, p, gone):
+    """Whether a row was deleted: with all of the user's up to a version, or by itself."""
+    if len(before) and row_version <= before[p]:
+        return True
+    if len(gone):
+        at = _lower_bound(gone, 0, len(gone), row)
+        return at < len(gone) and gone[at] == row
+    return False
+
+
+@kernel
+def select_tail(rows, times, low, high, versions, version, before, gone, group, valid, groups, filtered, most, room,
+                out, begin):
     """Merge each pointer's ranges of the runs (``rows`` and ``times``: one array a level, newest level first) into
-    out[begin[p]:room[p + 1]], ascending; newest ``most`` rows of the visible, wanted ones."""
+    out[begin[p]:room[p + 1]], ascending; newest ``most`` rows of the visible, wanted ones that are
+    not gone: ``before`` [P] or empty, ``gone`` sorted rows."""
     levels = low.shape[1]
     heads = np.empty(levels, np.int64)
     for p in range(len(version)):
@@ -187,7 +200,9 @@ def select_tail(rows, times, low, high, versions, version, group, valid, groups,
                 break
             heads[best] -= 1
             row = rows[best][heads[best]]
-            if versions[row] <= version[p] and (not filtered or _wanted(group, valid, row, groups)):
+            if versions[row] <= version[p] and not _is_gone(row, versions[row], before, p, gone) and (
+                not filtered or _wanted(group, valid, row, groups)
+            ):
                 at -= 1
                 out[at] = row
                 taken += 1
@@ -207,10 +222,11 @@ def reserve(low, high, plain, filtered, tail_begin, tail_end, most, room):
 
 
 @kernel
-def select(index, low, high, plain, times, versions, version, group, valid, groups, filtered,
+def select(index, low, high, plain, times, versions, version, before, gone, group, valid, groups, filtered,
            tail_rows, tail_begin, tail_end, tail_times, most, room, refs, begin, count):
     """What ``cut`` does where a version or group must be tested or the tail has rows: references in
-    refs[begin[p]:begin[p] + count[p]], ascending, the newest ``most``. Where room[p] == room[p + 1] begin and count
+    refs[begin[p]:begin[p] + count[p]], ascending, the newest ``most`` that are not gone (``before`` [P] or empty,
+    ``gone`` sorted rows; pointers with some are not plain). Where room[p] == room[p + 1] begin and count
     stay a range of the generation. Returns whether all of ``index`` do."""
     all_plain = True
     for j in range(len(index)):
@@ -231,7 +247,10 @@ def select(index, low, high, plain, times, versions, version, group, valid, grou
                 taken += 1
             elif at > a:
                 at -= 1
-                known = plain[p] or np.int64(value_at(versions, at)) <= version[p]
+                known = plain[p]
+                if not known:
+                    row_version = np.int64(value_at(versions, at))
+                    known = row_version <= version[p] and not _is_gone(at, row_version, before, p, gone)
                 if known and (not filtered or _wanted(group, valid, at, groups)):
                     out -= 1
                     refs[out] = at
@@ -359,3 +378,30 @@ def version_range(offsets, versions, first, last):
             high = max(high, versions[i])
         first[u] = low
         last[u] = high
+
+
+@kernel
+def highest_until(users, until, keys, out):
+    """The highest ``until`` of each key's marks, -1 where it has none. ``users`` are sorted."""
+    for p in range(len(keys)):
+        out[p] = -1
+        at = _lower_bound(users, 0, len(users), keys[p])
+        while at < len(users) and users[at] == keys[p]:
+            out[p] = max(out[p], until[at])
+            at += 1
+
+
+@kernel
+def seen_marks(users, first, time, until, keys, as_of, version, gone, known, lost):
+    """For each pointer whether its user was known through a mark, and whether it may have seen what is gone."""
+    for p in range(len(keys)):
+        known[p] = False
+        lost[p] = False
+        if gone[p] >= 0 and version[p] >= gone[p]:
+            continue
+        at = _lower_bound(users, 0, len(users), keys[p])
+        while at < len(users) and users[at] == keys[p]:
+            if first[at] <= version[p] and version[p] < until[at]:
+                known[p] = True
+                lost[p] |= time[at] < as_of[p]
+            at += 1

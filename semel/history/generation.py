@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,6 +24,7 @@ from semel.history.files import (
     write_packed,
     write_strings,
 )
+from semel.history.marks import NEVER, Marks
 from semel.history.schema import EventSchema
 
 if TYPE_CHECKING:
@@ -165,6 +167,36 @@ class Generation:
         versions = self.array("token_versions", np.int64).tolist()
         return dict(zip(self.strings("tokens"), versions, strict=True))
 
+    @cached_property
+    def deleted(self) -> Marks:
+        """Of deletions that compactions have carried out."""
+        return self._marks("deleted")
+
+    @cached_property
+    def expired(self) -> Marks:
+        """Of what retention has taken: what it took of a user is one mark."""
+        return self._marks("expired")
+
+    @property
+    def expired_before(self) -> int:
+        """Events of an earlier ``event_time`` (microseconds) are gone; 0 where retention took nothing."""
+        return int(self.info.get("expired_before", 0))
+
+    @property
+    def oldest(self) -> int:
+        """The lowest ``event_time``; above all times where there are no events."""
+        return int(self.info.get("oldest", NEVER if self.folder is None else 0))
+
+    def _marks(self, name: str) -> Marks:
+        strings = self.schema.string_keys
+        if self.folder is None or f"{name}.first_version" not in self.info["files"]:
+            return Marks.empty(strings)
+        users: np.ndarray = self.array(f"{name}.users", np.int64) if not strings else np.array(
+            self.strings(f"{name}.users"), object)
+        first, time = (self.array(f"{name}.{part}", np.int64) for part in ("first_version", "first_time"))
+        until = self.array(f"{name}.version", np.int64) if name == "deleted" else np.full(len(users), NEVER)
+        return Marks(users, first, time, until)
+
     def _path(self, file: str) -> Path:
         assert self.folder is not None
         return self.folder / file
@@ -211,13 +243,16 @@ def shard_file(index: int, name: str) -> str:
 
 
 class GenerationWriter:
-    """Writes a generation's files into ``folder`` (which nobody reads yet); ``finish`` returns its seal."""
+    """Writes a generation's files into ``folder`` (which nobody reads yet); ``finish`` returns its seal. ``codes``:
+    those in use, by dictionary column."""
 
     def __init__(self, folder: Path, schema: EventSchema, shards: int, codec: Codec) -> None:
         self.folder, self.schema, self.codec = folder, schema, codec
         folder.mkdir(parents=True)
         self._info: dict[str, Any] = {"magic": MAGIC, "format": FORMAT, "codec": codec, "rows": [0] * shards,
                                       "users": [0] * shards, "files": {}}
+        self._oldest = [NEVER]
+        self.codes: dict[str, set[int]] = {name: set() for name in schema.dictionaries}
 
     def array(self, file: str, array: np.ndarray) -> None:
         self._info["files"][file] = write_array(self.folder / file, array)
@@ -245,9 +280,30 @@ class GenerationWriter:
         files = {name: f"column-{i:03d}" for i, name in enumerate(self.schema.layout)}
         for name, make in columns.items():
             values, valid = make()
+            if name == "event_time":
+                self._oldest.append(int(values.min()))
+            if name in self.codes:
+                used = np.bincount(values[valid] if len(valid) else values)
+                self.codes[name].update(np.flatnonzero(used).tolist())
             self.column(shard_file(index, files.get(name, name)), values)
             if len(valid) and not valid.all():
                 self.column(shard_file(index, f"{files[name]}.valid"), valid)
+
+    def marks(self, deleted: Marks, expired: Marks, expired_before: int) -> None:
+        """What is remembered of events that are gone."""
+        for name, marks in {"deleted": deleted, "expired": expired}.items():
+            if not len(marks):
+                continue
+            if self.schema.string_keys:
+                self.strings(f"{name}.users", [user.encode() for user in marks.users])
+            else:
+                self.array(f"{name}.users", marks.users)
+            self.array(f"{name}.first_version", marks.first)
+            self.array(f"{name}.first_time", marks.time)
+            if name == "deleted":
+                self.array(f"{name}.version", marks.until)
+        if expired_before:
+            self._info["expired_before"] = expired_before
 
     def finish(self, dictionaries: dict[str, list[bytes]], tokens: dict[str, int]) -> int:
         for i, name in enumerate(self.schema.layout):
@@ -255,6 +311,7 @@ class GenerationWriter:
                 self.strings(f"dictionary-{i:03d}", dictionaries[name])
         self.strings("tokens", [token.encode() for token in tokens])
         self.array("token_versions", np.array(list(tokens.values()), np.int64))
+        self._info["oldest"] = min(self._oldest)
         files = [self.folder / file for file in self._info["files"]]
         sync_files([*files, *{file.parent for file in files}])
         path = self.folder / NAME

@@ -40,27 +40,28 @@ class Lease:
         self.release = weakref.finalize(self, os.close, handle)
 
 
-def remove_generations(folder: Path, current: int, keep: int) -> list[int]:
-    """Remove from the folder ``generations`` all but the ``keep`` newest up to ``current`` and those that are leased,
-    and what killed compactions left; the numbers that were removed."""
+def remove_generations(folder: Path, current: int, keep: int, leased: bool = False) -> list[int]:
+    """Remove from the folder ``generations`` all but the ``keep`` newest up to ``current`` and (unless ``leased``)
+    those that are leased, and what killed compactions left; the numbers that were removed."""
     numbers = {int(path.name): path for path in folder.iterdir() if path.name.isdigit()}
     kept = sorted(number for number in numbers if number <= current)[-keep:]
-    removed = [number for number in sorted(numbers) if number not in kept and _remove(numbers[number])]
+    removed = [number for number in sorted(numbers) if number not in kept and _remove(numbers[number], leased)]
     for path in folder.iterdir():
         if not path.name.isdigit():
             shutil.rmtree(path, ignore_errors=True)
     return removed
 
 
-def _remove(path: Path) -> bool:
-    """Remove a generation's folder unless it is leased."""
+def _remove(path: Path, leased: bool) -> bool:
+    """Remove a generation's folder, unless it is leased and ``leased`` is False."""
     try:
         handle = os.open(path / NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # a folder without it was never a generation
         shutil.rmtree(path, ignore_errors=True)
         return not path.exists()
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not leased:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         gone = path.with_name(f".{path.name}.removed")  # one step: nobody finds half a generation
         shutil.rmtree(gone, ignore_errors=True)
         os.rename(path, gone)

@@ -11,6 +11,7 @@ import numpy as np
 from semel.batch import JaggedTable, Pointers
 from semel.history import gather, parallel
 from semel.history.compaction import packed
+from semel.history.deletions import IN_TAIL
 from semel.history.following import View
 from semel.history.generation import NO_VALIDITY
 from semel.history.packing import Packed
@@ -25,6 +26,8 @@ _NO_SINCE = int(np.iinfo(np.int64).min)
 _NO_GROUPS = frozen(np.empty(0, np.int64))
 _NO_COLUMN = frozen(np.empty(0, np.int32))
 _NO_ROWS = np.empty(0, np.int64)
+_NO_MARK = np.empty(0, bool)
+_NO_GONE: dict[int, np.ndarray] = {}
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,52 @@ def group_codes(view: View, schema: EventSchema, projection: Projection) -> np.n
 
 def select(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> Selection:
     """The rows that ``pointers`` see through ``projection``."""
+    touched = view.deletions.marks.has(pointers.user_id) if view.deletions else _NO_MARK
+    if not touched.any():
+        touched = _NO_MARK
+    chosen = _select(view, schema, pointers, projection, touched)
+    if len(touched) or len(view.generation.deleted) or len(view.generation.expired):
+        _explain(view, schema, pointers, projection, touched, chosen)
+    return chosen
+
+
+def _explain(view: View, schema: EventSchema, pointers: Pointers, projection: Projection, touched: np.ndarray,
+             chosen: Selection) -> None:
+    """Correct the statuses where something was taken away."""
+    ids, as_of, version, status = pointers.user_id, pointers.as_of, pointers.version, chosen.status
+    known, before = status == Status.OK, np.full(len(pointers), -1, np.int64)
+    if len(touched):  # whether what is left makes the user known
+        some = np.flatnonzero(touched)
+        whole = Pointers(ids[some], np.full(len(some), np.iinfo(np.int64).max), version[some])
+        left = _select(view, schema, whole, Projection((), last=1), touched[some])
+        known[some] = left.count > 0
+        before[some] = view.deletions.gone_before(ids[some])
+    scrubbed, expired = np.zeros((2, len(pointers)), bool)
+    nothing = np.full(len(pointers), -1, np.int64)
+    for marks in (view.deletions.marks, view.generation.deleted):
+        if len(marks):
+            seen, lost = marks.seen(ids, as_of, version, nothing)
+            known |= seen
+            scrubbed |= lost
+    if len(view.generation.expired):
+        seen, lost = view.generation.expired.seen(ids, as_of, version, before)
+        known |= seen
+        expired = lost & (projection.last is None or chosen.count < projection.last)
+        if projection.since is not None and projection.since >= view.generation.expired_before:
+            expired[:] = False
+    status[:] = np.where(known, Status.OK.value, Status.UNKNOWN_USER.value)
+    status[expired] = Status.EXPIRED.value
+    status[scrubbed] = Status.SCRUBBED.value
+
+
+def _select(view: View, schema: EventSchema, pointers: Pointers, projection: Projection, touched: np.ndarray,
+            ) -> Selection:
+    """``touched`` [P]: which users have deletions in the log; empty where none have."""
     size = len(pointers)
+    before, gone = _NO_GROUPS, _NO_GONE
+    if len(touched):
+        before = frozen(view.deletions.gone_before(pointers.user_id))
+        gone = view.deletions.rows(view.generation, view.tail)
     shards = view.generation.shards
     as_of, version = frozen(np.ascontiguousarray(pointers.as_of)), frozen(np.ascontiguousarray(pointers.version))
     since = _NO_SINCE if projection.since is None else int(projection.since)
@@ -112,10 +160,14 @@ def select(view: View, schema: EventSchema, pointers: Pointers, projection: Proj
                 is_plain = gather.cut(*by_user)
             else:
                 is_plain = gather.cut_integers(shard.users, keys, *by_user)
+            if len(touched) and touched[index].any():
+                plain[index] &= ~touched[index]
+                is_plain = False
         all_plain &= is_plain
         parts.append(Part(number, index, True))
 
-    tail = _select_tail(view, schema, keys, as_of, version, since, most, filtered, groups, status)
+    tail = _select_tail(view, schema, keys, as_of, version, since, most, filtered, groups, status, before,
+                        frozen(gone.get(IN_TAIL, _NO_GROUPS)))
     if all_plain and tail is None:
         return Selection(parts, begin, count, _NO_ROWS, _NO_ROWS, status)
     tail_rows, tail_begin, tail_end = tail or (_NO_ROWS, *np.zeros((2, size), np.int64))
@@ -131,9 +183,9 @@ def select(view: View, schema: EventSchema, pointers: Pointers, projection: Proj
             times, versions = shard.column("event_time"), shard.column("version")
             if schema.group is not None and filtered:
                 group, valid = shard.column(schema.group), shard.valid(schema.group)
-        is_plain = gather.select(part.index, low, high, plain, times, versions, version, group, valid, groups, filtered,
-                                 tail_rows, tail_begin, tail_end, view.tail.columns["event_time"], most, room, refs,
-                                 begin, count)
+        is_plain = gather.select(part.index, low, high, plain, times, versions, version, before,
+                                 frozen(gone.get(part.shard, _NO_GROUPS)), group, valid, groups, filtered, tail_rows,
+                                 tail_begin, tail_end, view.tail.columns["event_time"], most, room, refs, begin, count)
         parts[at] = Part(part.shard, part.index, is_plain)
     return Selection(parts, begin, count, room, refs, status)
 
@@ -148,8 +200,8 @@ def _by_shard(shard_of: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 def _select_tail(view: View, schema: EventSchema, keys: np.ndarray, as_of: np.ndarray, version: np.ndarray, since: int,
-                 most: int, filtered: bool, groups: np.ndarray, status: np.ndarray,
-                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+                 most: int, filtered: bool, groups: np.ndarray, status: np.ndarray, before: np.ndarray,
+                 gone: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """(rows, begin [P], end [P]): each pointer's visible, wanted rows of the tail, in order. None where there are
     none."""
     tail, size = view.tail, len(keys)
@@ -167,8 +219,8 @@ def _select_tail(view: View, schema: EventSchema, keys: np.ndarray, as_of: np.nd
     if filtered:
         assert schema.group is not None
         group, valid = tail.columns[schema.group], tail.valid.get(schema.group, NO_VALIDITY)
-    gather.select_tail(index.rows, index.times, low, high, tail.columns["version"], version, group, valid, groups,
-                       filtered, most, room, rows, begin)
+    gather.select_tail(index.rows, index.times, low, high, tail.columns["version"], version, before, gone, group, valid,
+                       groups, filtered, most, room, rows, begin)
     return rows, begin, room[1:]
 
 
@@ -197,8 +249,23 @@ def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projec
             del validity[name]
         elif name in view.dictionaries.names:
             columns[name][~valid] = -1
+    if not projection.allow_backfill:
+        _hide_added(schema, pointers.version, offsets, columns, validity, view.dictionaries.names)
     dictionaries = {name: view.dictionaries.array(name) for name in columns if name in view.dictionaries.names}
     return JaggedTable(columns, offsets, validity or None, dictionaries or None, chosen.status)
+
+
+def _hide_added(schema: EventSchema, version: np.ndarray, offsets: np.ndarray, columns: dict[str, np.ndarray],
+                validity: dict[str, np.ndarray], strings: Sequence[str]) -> None:
+    """Make null what pointers read of columns that were added after their version."""
+    for name, column in columns.items():
+        since = schema.layout[name].since_version if name in schema.layout else 0
+        if not since or version.min(initial=since) >= since:
+            continue
+        hidden = np.repeat(version < since, np.diff(offsets))
+        if hidden.any():
+            validity[name] = validity.get(name, np.ones(len(column), bool)) & ~hidden
+            column[hidden] = -1 if name in strings else 0
 
 
 def _all_valid(rows: int) -> np.ndarray:
@@ -221,3 +288,34 @@ def _copies(chosen: Selection, offsets: np.ndarray, old: Sequence[np.ndarray | P
         else:
             yield gather.copy_rows, (part.index, chosen.begin, chosen.count, offsets, chosen.room, chosen.refs, width,
                                      values, new, out)
+
+
+def keys(view: View) -> np.ndarray:
+    """All users of whom an event had arrived by the view's version and is not deleted, sorted: int64, or strings as
+    objects."""
+    found = _keys(view)
+    if not view.deletions:
+        return found
+    some = np.flatnonzero(view.deletions.marks.has(found))
+    pointers = Pointers(found[some], np.full(len(some), np.iinfo(np.int64).max), np.full(len(some), view.version))
+    left = _select(view, view.generation.schema, pointers, Projection((), last=1), np.ones(len(some), bool))
+    return np.delete(found, some[left.count == 0])
+
+
+def _keys(view: View) -> np.ndarray:
+    strings = view.generation.schema.string_keys
+    recent = np.unique(view.tail.columns[""][: np.searchsorted(view.tail.columns["version"], view.version, "right")])
+    older: list[np.ndarray] = []
+    for shard in view.generation.shards:
+        if shard.rows:
+            mine = np.array(shard.user_keys(), object) if strings else shard.users
+            if view.compacted > view.version:  # a frozen view on a later generation
+                mine = mine[shard.first <= view.version]
+            older.append(mine)
+    if not strings:
+        return np.unique(np.concatenate([recent, *older]))
+    by_slot = list(view.tail.arena.slots)
+    found = {key.decode() for mine in older for key in mine} | {by_slot[slot] for slot in recent}
+    out = np.empty(len(found), object)
+    out[:] = sorted(found)
+    return out

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 RESERVED = ("event_time", "version")
 _SIMPLE = {
@@ -20,8 +21,10 @@ _SIMPLE = {
 
 
 class Status(IntEnum):
-    """Why a history may differ from what the request saw. ``UNKNOWN_USER``: no event of the user had arrived by the
-    pointer's version (the row is empty, as it was then). SCRUBBED and EXPIRED: deletion, retention."""
+    """Why a history may differ from what the request saw. ``SCRUBBED``: events that it may have seen were deleted
+    since. ``EXPIRED``: retention took events that it may have seen, and what is left is shorter than was asked for.
+    ``UNKNOWN_USER``: no event of the user had arrived by the pointer's version, or all were deleted before it (the row
+    is empty, as it was then)."""
 
     OK = 0
     SCRUBBED = 1
@@ -37,12 +40,15 @@ def numpy_dtype(kind: pa.DataType) -> np.dtype:
 @dataclass(frozen=True)
 class Projection:
     """What a model reads of a history: ``columns`` (schema columns, ``event_time``, ``version``), events of ``groups``
-    only (values of the schema's group column), with ``event_time >= since``, and of these the ``last`` ones."""
+    only (values of the schema's group column), with ``event_time >= since``, and of these the ``last`` ones.
+    ``allow_backfill``: pointers older than a column read what it was filled with later, rather than null: values that
+    the request did not see."""
 
     columns: tuple[str, ...]
     last: int | None = None
     groups: tuple[Any, ...] | None = None
     since: int | None = None
+    allow_backfill: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.columns, str):
@@ -60,10 +66,12 @@ class Projection:
 
 @dataclass(frozen=True)
 class Column:
-    """A schema column as it lies in memory and on disk: rows of ``shape`` values of ``dtype``."""
+    """A schema column as it lies in memory and on disk: rows of ``shape`` values of ``dtype``. ``since_version``: the
+    first version whose pointers see it (0: there from the start)."""
 
     name: str
     type: pa.DataType
+    since_version: int = 0
     dtype: np.dtype = field(init=False)
     shape: tuple[int, ...] = field(init=False)
     is_dictionary: bool = field(init=False)
@@ -101,12 +109,14 @@ class Column:
 class EventSchema:
     """The columns of an event beside its key (``key``: "user_id", or "item_id" for a catalogue) and ``event_time``
     (int64 microseconds, never negative). ``user_id``: the key's type, int64 or string. ``group``: the column (strings
-    or integers) whose values are event groups. Raises ValueError for a type, name or group that cannot be kept."""
+    or integers) whose values are event groups. ``since``: of columns that were added to a store later, the first
+    version whose pointers see them. Raises ValueError for a type, name or group that cannot be kept."""
 
     columns: Mapping[str, pa.DataType]
     user_id: pa.DataType = field(default_factory=pa.int64)
     group: str | None = None
     key: str = "user_id"
+    since: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", dict(self.columns))
@@ -119,7 +129,7 @@ class EventSchema:
                 raise ValueError(f"column {name!r} is there in every store; leave it out of the schema's columns")
         if self.key in RESERVED or not self.key:
             raise ValueError(f"{self.key!r} cannot be the key column")
-        layout = {name: Column(name, kind) for name, kind in self.columns.items()}
+        layout = {name: Column(name, kind, self.since.get(name, 0)) for name, kind in self.columns.items()}
         object.__setattr__(self, "layout", layout)
         if self.group is not None:
             if self.group not in layout:
@@ -135,6 +145,15 @@ class EventSchema:
         return pa.types.is_string(self.user_id)
 
     @cached_property
+    def dictionaries(self) -> list[str]:
+        """The columns that are kept as codes."""
+        return [name for name, column in self.layout.items() if column.is_dictionary]
+
+    def with_column(self, name: str, kind: pa.DataType, since: int) -> EventSchema:
+        """The same and one more column, seen from version ``since`` on."""
+        return replace(self, columns={**self.columns, name: kind}, since={**self.since, name: since})
+
+    @cached_property
     def arrow(self) -> pa.Schema:
         """The schema of a table that ``append`` takes."""
         return pa.schema([(self.key, self.user_id), ("event_time", pa.int64()), *self.columns.items()])
@@ -148,14 +167,15 @@ class EventSchema:
     def to_json(self) -> dict[str, Any]:
         return {
             "key": self.key, "key_type": type_name(self.user_id), "group": self.group,
-            "columns": [{"name": name, "type": type_name(kind), "since_version": 0}
+            "columns": [{"name": name, "type": type_name(kind), "since_version": self.since.get(name, 0)}
                         for name, kind in self.columns.items()],
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> EventSchema:
         columns = {column["name"]: parse_type(column["type"]) for column in value["columns"]}
-        return cls(columns, parse_type(value["key_type"]), value["group"], value["key"])
+        since = {column["name"]: column["since_version"] for column in value["columns"] if column["since_version"]}
+        return cls(columns, parse_type(value["key_type"]), value["group"], value["key"], since)
 
 
 def _short(kind: pa.DataType) -> str:
@@ -198,41 +218,62 @@ def as_table(data: Any) -> pa.Table:
 
 
 def check_events(data: Any, schema: EventSchema) -> dict[str, pa.Array]:
-    """The columns of ``data`` in the schema's order, one array each; ValueError naming the column and the remedy for
-    a missing or extra column, a wrong type, a null or negative ``event_time``, a null key."""
+    """The columns of ``data`` in the schema's order, one array each (null for a column that was added later and is
+    missing); ValueError naming the column and the remedy for a missing or extra column, a wrong type, a null or
+    negative ``event_time``, a null key."""
     table = as_table(data)
-    want = schema.arrow
-    names, have = want.names, table.column_names  # pyarrow makes these lists anew each time
+    added = [name for name, column in schema.layout.items() if column.since_version and name not in table.column_names]
+    arrays = _check(table, schema, [name for name in schema.arrow.names if name not in added])
+    for name in added:
+        arrays[name] = pa.nulls(table.num_rows, schema.layout[name].type)
+    return {name: arrays[name] for name in schema.arrow.names} if added else arrays
+
+
+def check_named_events(data: Any, schema: EventSchema) -> dict[str, pa.Array]:
+    """The columns of a table that names events of the store: the key, ``event_time``, and of the schema's columns as
+    many as it takes. ValueError as for ``check_events``."""
+    table = as_table(data)
+    needed = (schema.key, "event_time")
+    return _check(table, schema, [name for name in schema.arrow.names if name in needed or name in table.column_names])
+
+
+def _check(table: pa.Table, schema: EventSchema, names: list[str]) -> dict[str, pa.Array]:
+    have = table.column_names  # pyarrow makes such lists anew each time
     missing = [name for name in names if name not in have]
     extra = [name for name in have if name not in names]
     if missing or extra or len(have) != len(names):
         raise ValueError(f"events do not fit the store's schema: missing {missing or 'none'}, unknown {extra or 'none'}"
-                         f"; the columns are {', '.join(names)}, each once")
+                         f"; the columns are {', '.join(schema.arrow.names)}, each once")
     arrays = {}
-    for field_ in want:
+    want = schema.arrow
+    for field_ in (want.field(name) for name in names):
         column = table.column(field_.name)
-        if not _fits(column.type, field_.type, time=field_.name == "event_time"):
-            raise ValueError(f"column {field_.name!r} has type {column.type}, the store keeps {field_.type}; cast it")
         array = pa.concat_arrays(column.chunks) if column.num_chunks > 1 else (
             column.chunk(0) if column.num_chunks else pa.array([], column.type))
-        array.validate(full=True)  # foreign memory; after this nothing in it can fail halfway
-        if field_.name == "event_time" and pa.types.is_timestamp(array.type):
-            array = array.cast(pa.timestamp("us", array.type.tz)).cast(pa.int64())
-        elif array.type != field_.type and not (field_.name in schema.layout
-                                                and schema.layout[field_.name].is_dictionary):
-            array = array.cast(field_.type)  # strings of another layout, lists whose inner field is named otherwise
-        arrays[field_.name] = array
+        arrays[field_.name] = check_column(array, field_.name, field_.type, not (
+            field_.name in schema.layout and schema.layout[field_.name].is_dictionary))
     for name in (schema.key, "event_time"):
         if arrays[name].null_count:
             raise ValueError(f"column {name!r} has {arrays[name].null_count} nulls; an event needs a key and a time")
     for name, column in schema.layout.items():
-        if column.shape:
+        if column.shape and name in arrays:
             to_numpy(arrays[name], column)  # refuses nulls inside lists
     times = to_numpy(arrays["event_time"], Column("event_time", pa.int64()))[0]
     if len(times) and times.min() < 0:
         row = int(times.argmin())
         raise ValueError(f"event_time {times[row]} in row {row} is negative; times are microseconds since 1970")
     return arrays
+
+
+def check_column(array: pa.Array, name: str, kind: pa.DataType, cast: bool) -> pa.Array:
+    """``array``, sound and of type ``kind``; with ``cast`` False in whatever layout its strings have. Raises ValueError
+    for another type."""
+    if not _fits(array.type, kind, time=name == "event_time"):
+        raise ValueError(f"column {name!r} has type {array.type}, the store keeps {kind}; cast it")
+    array.validate(full=True)  # foreign memory; after this nothing in it can fail halfway
+    if name == "event_time" and pa.types.is_timestamp(array.type):
+        return array.cast(pa.timestamp("us", array.type.tz)).cast(pa.int64())
+    return array.cast(kind) if cast and array.type != kind else array  # lists whose inner field is named otherwise
 
 
 def _fits(have: pa.DataType, want: pa.DataType, time: bool) -> bool:
@@ -276,3 +317,18 @@ def to_numpy(array: pa.Array, column: Column) -> tuple[np.ndarray, np.ndarray | 
         values[~valid] = 0
     return values, valid
 
+
+def from_numpy(values: np.ndarray, valid: np.ndarray | None, column: Column, kind: pa.DataType,
+               strings: pa.Array | None) -> pa.Array:
+    """The inverse: an array of type ``kind``. ``strings``: what the codes of a dictionary column stand for."""
+    missing = None if valid is None else ~valid
+    if column.is_dictionary:
+        codes = pa.array(values, pa.int32(), mask=missing)
+        if pa.types.is_dictionary(kind):
+            return pa.DictionaryArray.from_arrays(codes.cast(kind.index_type), strings)
+        return pc.take(strings, codes).cast(kind)
+    if column.shape:
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), type=kind, mask=(
+            None if missing is None else pa.array(missing)))
+    array = pa.array(values, mask=missing)
+    return array.view(kind) if pa.types.is_timestamp(kind) else array

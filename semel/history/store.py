@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from semel.batch import JaggedTable, Pointers, ids_array
+from semel.history.durations import microseconds, now
 from semel.history.errors import (
     CorruptFile,
     GenerationGone,
@@ -22,7 +25,7 @@ from semel.history.errors import (
     VersionNotVisible,
 )
 from semel.history.files import sync_folder
-from semel.history.following import RETRIES, Follower, View, keys_of, verify
+from semel.history.following import RETRIES, Follower, View, verify
 from semel.history.generation import CODECS, Codec, Generation
 from semel.history.leases import Lease, remove_generations
 from semel.history.locking import WriterLock
@@ -36,9 +39,12 @@ from semel.history.manifest import (
     read_manifest,
     segment_path,
 )
-from semel.history.schema import EventSchema, Projection
+from semel.history.schema import RESERVED, EventSchema, Projection, check_named_events
 from semel.history.tail import Tail
 from semel.history.writing import Writer
+
+if TYPE_CHECKING:
+    from semel.history.backfill import AddedColumn, Backfill
 
 T = TypeVar("T")
 
@@ -52,12 +58,10 @@ class HistoryStore:
 
     def __init__(self, path: Path, mode: str, lock: WriterLock | None, at_version: int | None = None) -> None:
         self.path, self.mode, self.at_version = path, mode, at_version
-        self._compacting = threading.Lock()  # held by whoever makes or removes generations
+        self._compacting = threading.RLock()  # held by whoever makes or removes generations
         self._closed = False
         self._checked: set[Projection] = set()
         self._follower = Follower(path, durable_only=lock is None)
-        self.schema = self._follower.schema
-        self._no_tail = Tail.empty(self.schema)
         self._follower.refresh()
         if at_version is not None and at_version > self._follower.view.version:
             raise VersionNotVisible(f"{path} cannot be opened at version {at_version}: it is at version "
@@ -89,7 +93,7 @@ class HistoryStore:
         try:
             _refuse_existing(path)
             SegmentWriter(segment_path(path, 1)).close()
-            Manifest.new(schema, shards).save(path)
+            Manifest.new(replace(schema, since={}), shards).save(path)  # of another store they mean nothing
             return cls(path, "a", lock)
         except BaseException:
             lock.release()
@@ -140,6 +144,11 @@ class HistoryStore:
     # -- what this handle sees ----------------------------------------------------------------------------------
 
     @property
+    def schema(self) -> EventSchema:
+        """Of the store as this handle sees it; it grows by ``add_column``."""
+        return self._follower.schema
+
+    @property
     def _view(self) -> View:
         view = self._follower.view
         if self.at_version is not None and view.version != self.at_version:
@@ -155,6 +164,11 @@ class HistoryStore:
     def generation(self) -> int:
         """The number of the generation that this handle reads; 0 for none."""
         return self._view.generation.number
+
+    @property
+    def expired_before(self) -> int:
+        """Retention has taken events of an earlier ``event_time`` (microseconds); 0 where it took nothing."""
+        return self._view.generation.expired_before
 
     def refresh(self) -> int:
         """See what was committed since the last refresh (an appending handle always does, a frozen view never); the
@@ -193,6 +207,29 @@ class HistoryStore:
         """
         return self._writer_to("append").append(data, token)
 
+    def delete(self, user_ids: Any = None, events: Any = None) -> int:
+        """Take events away; the version of it. They are gone from all reads at once, through older pointers too (their
+        ``status`` then says SCRUBBED), and from the files with the next ``compact``.
+
+        ``user_ids`` [n]: all that these users have done so far; a user that comes back starts anew. Or ``events``, an
+        Arrow table with the key, ``event_time`` and any other columns of the schema: of the events up to now, those
+        that agree with one of its rows in all of its columns. Durable when this returns. Where nothing is there to
+        delete, nothing is written and the present version returned. Raises ValueError for ids or columns that do not
+        fit. See ``erase`` for removing every trace.
+        """
+        writer = self._writer_to("delete")
+        if (user_ids is None) == (events is None):
+            raise ValueError("delete takes either user_ids or events")
+        if events is None:
+            return writer.delete(np.unique(self._ids(user_ids)), None, None)
+        arrays = check_named_events(events, self.schema)
+        for name, column in self.schema.layout.items():
+            if column.is_dictionary and name in arrays:
+                arrays[name] = arrays[name].cast(pa.string())
+        users, of = np.unique(self._ids(arrays.pop(self.schema.key).to_numpy(zero_copy_only=False)),
+                              return_inverse=True)
+        return writer.delete(users, of, pa.RecordBatch.from_arrays(list(arrays.values()), list(arrays)))
+
     # -- reading ------------------------------------------------------------------------------------------------
 
     def point(self, user_ids: Any, as_of: Any) -> Pointers:
@@ -227,6 +264,8 @@ class HistoryStore:
 
         self._check_open()
         if projection not in self._checked:
+            if not set(projection.columns) <= {*self.schema.columns, *RESERVED}:
+                self.refresh()  # a column may have been added
             reading.check_projection(projection, self.schema)
             self._checked.add(projection)
         ids = self._ids(pointers.user_id)
@@ -243,9 +282,9 @@ class HistoryStore:
             if newest > self._view.compacted:
                 self._follow()
             self._check_compacted(self._view, newest)
-            return self._again(lambda view: function(replace(view, tail=self._no_tail), self.schema, pointers,
-                                                     projection))
-        return self._again(lambda view: function(view, self.schema, pointers, projection))
+            return self._again(lambda view: function(replace(view, tail=Tail.empty(view.generation.schema)),
+                                                     view.generation.schema, pointers, projection))
+        return self._again(lambda view: function(view, view.generation.schema, pointers, projection))
 
     def _check_compacted(self, view: View, newest: int) -> None:
         if newest > view.compacted:
@@ -277,8 +316,10 @@ class HistoryStore:
 
     def keys(self) -> np.ndarray:
         """All user ids in the store, sorted: int64, or an object array of strings."""
+        from semel.history import reading
+
         self._check_open()
-        return self._again(keys_of)
+        return self._again(reading.keys)
 
     def shards_of(self, user_ids: Any) -> np.ndarray:
         """[P] int64: the shard in which each user's events lie, or would."""
@@ -290,12 +331,20 @@ class HistoryStore:
 
     # -- housekeeping -------------------------------------------------------------------------------------------
 
-    def compact(self, progress: Callable[[int, int], None] | None = None, codec: Codec = "packed") -> int:
+    def compact(self, progress: Callable[[int, int], None] | None = None, codec: Codec = "packed",
+                retention: timedelta | str | None = None) -> int:
         """Move the log into a new generation; its number. Readers and appends go on meanwhile; a crash leaves the old
         generation in place. Older generations are removed, except those that a reader holds a lease on.
         ``progress(shards done, shards)``. ``codec``: ``packed`` columns, or ``plain`` ones, larger and a little faster
-        to read; ValueError for another one."""
+        to read. ``retention``: how old events may be by their ``event_time`` and this machine's clock (a timedelta, or
+        text like "90d", "12h"); older ones go, also from what older pointers read, whose status then says EXPIRED.
+        Raises ValueError for another codec, or for a retention that is no such time."""
+        return self._compact(progress, codec, 0 if retention is None else now() - microseconds(retention, "retention"))
+
+    def _compact(self, progress: Callable[[int, int], None] | None, codec: Codec, expire_before: int,
+                 forget: np.ndarray | None = None, added: AddedColumn | None = None) -> int:
         from semel.history.compaction import write_generation
+        from semel.history.scrubbing import Scrubbing
 
         writer = self._writer_to("compact")
         if codec not in CODECS:
@@ -303,9 +352,9 @@ class HistoryStore:
         with self._compacting:
             with self._follower.moving:
                 writer.check()
-                if self._follower.manifest.compacted_version == self.version and (
-                    self._view.generation.codec in (codec, None)
-                ):
+                if (self._follower.manifest.compacted_version == self.version and forget is None and added is None
+                        and expire_before <= self._view.generation.oldest
+                        and self._view.generation.codec in (codec, None)):
                     return self.generation
                 writer.seal()
                 view, tokens = self._view, dict(writer.tokens)
@@ -315,17 +364,68 @@ class HistoryStore:
             shutil.rmtree(building, ignore_errors=True)
             shutil.rmtree(final, ignore_errors=True)
             try:
-                seal = write_generation(building, view, tokens, codec, progress)
+                scrubbing = Scrubbing(view.deletions, max(expire_before, 0), *(() if forget is None else (forget,)))
+                seal = write_generation(building, view, tokens, codec, scrubbing, added, progress)
                 os.rename(building, final)
                 sync_folder(final.parent)
             except BaseException:
                 shutil.rmtree(building, ignore_errors=True)
                 raise
-            generation = Generation(final, number, self.schema, len(view.generation.shards), seal)
-            writer.adopt(generation, Lease(final), seal, view.version)
+            with self._follower.moving:
+                schema = self.schema
+                if added is not None:
+                    schema = schema.with_column(added.column.name, added.column.type, self.version + 1)
+                generation = Generation(final, number, schema, len(view.generation.shards), seal)
+                writer.adopt(generation, Lease(final), seal, view.version, added)
             del view  # and with it this thread's lease on the old generation
             self._clean(writer, keep=1)
             return number
+
+    def erase(self, user_ids: Any, also: Iterable[str | os.PathLike[str]] = ()) -> dict[str, Any]:
+        """Remove every trace of users from the disk: ``{"version", "generation", "rows": {file: rows removed}}``.
+
+        Deletes their events, compacts, and removes all older generations (leased ones too: their readers go on with
+        the new one) and log segments, and strings that only these users' events had. Marks are not kept either, so
+        older pointers to these users read as UNKNOWN_USER. Before that it rewrites the Parquet files and logs that lie
+        in the store's folder, or in ``also`` (folders or files: examples, exposures), without rows of these users
+        and without outcomes of their requests. Appends wait meanwhile. Raises StoreLocked for a log that a
+        server writes to, StoreError for a path of ``also`` that is not there; nothing of the store has changed then.
+        """
+        from semel.history.erasure import check_places, erase_rows, files_in
+
+        writer = self._writer_to("erase")
+        users = np.unique(self._ids(user_ids))
+        rows = erase_rows(files_in([self.path, *check_places(also)]), self.schema.key, users)
+        with self._compacting, self._follower.moving:
+            writer.delete(users, None, None)
+            codec: Codec = "plain" if self._view.generation.codec == "plain" else "packed"
+            generation = self._compact(None, codec, 0, forget=users)
+            view = self._view
+            for name in view.dictionaries.names:  # what was erased there, also here
+                view.dictionaries.extend(name, 0, view.generation.dictionary(name), view.generation.folder)
+            self._clean(writer, keep=1, leased=True)
+            return {"version": self.version, "generation": generation, "rows": rows}
+
+    def add_column(self, name: str, kind: pa.DataType, backfill: Backfill = None) -> int:
+        """Add a column; the version from which on pointers see it. Writes a new generation.
+
+        ``backfill`` fills it for the events that are there: a function that gets a table of events (the key,
+        ``event_time``, the other columns) and returns as many values; or a table that holds the new column beside one
+        or more of those columns, by which an event finds its value (null where it has none). None: null. Older pointers
+        read null all the same, unless their projection says ``allow_backfill``; events that arrive meanwhile have null.
+        Appends need not have the column. Raises ValueError for a name, type or values that do not fit; nothing has
+        changed then.
+        """
+        from semel.history.backfill import AddedColumn
+
+        writer = self._writer_to("add a column")
+        if name in self.schema.columns:
+            raise ValueError(f"the store has a column {name!r} already: {', '.join(self.schema.columns)}")
+        schema = self.schema.with_column(name, kind, self.version + 1)  # checks the name and the type
+        added = AddedColumn(schema.layout[name], backfill, self.schema, writer.follower.view.dictionaries)
+        codec: Codec = "plain" if self._view.generation.codec == "plain" else "packed"
+        self._compact(None, codec, 0, added=added)
+        return self.schema.layout[name].since_version
 
     def drop_generations(self, keep: int = 2) -> list[int]:
         """Remove all but the ``keep`` newest generations (the current one is never removed), except those that a live
@@ -337,9 +437,9 @@ class HistoryStore:
         with self._compacting:
             return self._clean(writer, int(keep))
 
-    def _clean(self, writer: Writer, keep: int) -> list[int]:
-        """Remove what nobody needs: compacted segments, older generations but ``keep`` and the leased ones, leftovers
-        of a crash. Arrays that readers have mapped stay valid until they let go of them."""
+    def _clean(self, writer: Writer, keep: int, leased: bool = False) -> list[int]:
+        """Remove what nobody needs: compacted segments, older generations but ``keep`` and (unless ``leased``) those
+        that are leased, leftovers of a crash. Arrays that readers have mapped stay valid until they let go of them."""
         with self._follower.moving:
             writer.lock.check()
             manifest = self._follower.manifest
@@ -348,7 +448,7 @@ class HistoryStore:
             for file in (self.path / "log").glob("*.log"):
                 if file.name not in log:
                     file.unlink(missing_ok=True)
-        return remove_generations(self.path / "generations", manifest.generation, keep)
+        return remove_generations(self.path / "generations", manifest.generation, keep, leased)
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: version, generation, shards, users, events (``generation``, ``log``, ``total``), bytes on

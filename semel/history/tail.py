@@ -98,7 +98,8 @@ class Arena:
         self.arrays["event_time"][rows:end] = batch.column(1).to_numpy()
         self.arrays[""][rows:end] = self._keys(batch.column(0))
         for index, (name, column) in enumerate(self.schema.layout.items()):
-            values, valid = to_numpy(batch.column(index + 2), column)
+            later = index + 2 >= batch.num_columns  # a column that was added after this batch
+            values, valid = (0, False) if later else to_numpy(batch.column(index + 2), column)
             self.arrays[name][rows:end] = values
             if valid is not None and name not in self.valid:
                 self.valid[name] = np.ones(self.room, bool)
@@ -161,6 +162,16 @@ class Tail:
             arena.arrays[""] = codes.astype(np.int64)
         return Tail(arena)
 
+    def with_schema(self, schema: EventSchema) -> Tail:
+        """The same events with the columns that ``schema`` has in addition, null."""
+        old, arena = self.arena, Arena(schema)
+        arena.rows, arena.room, arena.slots = old.rows, old.room, old.slots
+        arena.arrays = {name: old.arrays[name] if name in old.arrays else np.zeros((old.room, *array.shape[1:]),
+                                                                                  array.dtype)
+                        for name, array in arena.arrays.items()}
+        arena.valid = old.valid | {name: np.zeros(old.room, bool) for name in schema.layout if name not in old.arrays}
+        return Tail(arena, self._indexed, self._index)
+
     def keys_of(self, ids: np.ndarray) -> np.ndarray:
         """[P] user ids -> the int64 that stand for them here; -1 for a string that is not here (an integer id stands
         for itself)."""
@@ -209,13 +220,26 @@ class Tail:
         return sum(array.nbytes for array in (*self.columns.values(), *self.valid.values()))
 
 
+def erased(code: int) -> str:
+    """What stands where a string was erased: codes never move."""
+    return f"\x00{code}"
+
+
 class Dictionaries:
     """The strings of dictionary columns, by code. They only grow, so a code never changes its meaning."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-        self._arrays: dict[str, np.ndarray] = {name: np.empty(0, object) for name in names}
-        self._codes: dict[str, dict[str, int]] = {name: {} for name in names}
+        self.names: tuple[str, ...] = ()
+        self._arrays: dict[str, np.ndarray] = {}
+        self._codes: dict[str, dict[str, int]] = {}
+        self.include(names)
+
+    def include(self, names: Sequence[str]) -> None:
+        """Have a dictionary, empty at first, for each of ``names``."""
+        for name in names:
+            if name not in self._codes:
+                self._arrays[name], self._codes[name] = np.empty(0, object), {}
+                self.names = (*self.names, name)
 
     def size(self, name: str) -> int:
         return len(self._codes[name])
@@ -229,6 +253,7 @@ class Dictionaries:
         """Append ``values``, the first of which has the code ``start``; known ones must be equal."""
         codes = self._codes[name]
         known = len(codes) - start
+        self._forget(name, start, values[:max(known, 0)])
         if known < 0 or any(codes.get(value) != start + i for i, value in enumerate(values[:known])):
             raise CorruptFile(f"{where}: the dictionary of {name!r} does not continue the one before it")
         values = values[max(known, 0):]
@@ -241,6 +266,16 @@ class Dictionaries:
         codes.update((value, size + i) for i, value in enumerate(values))
         if len(codes) != size + len(values):
             raise CorruptFile(f"{where}: the dictionary of {name!r} repeats a value")
+
+    def _forget(self, name: str, start: int, values: list[str]) -> None:
+        """Take over the strings that were erased."""
+        codes, words = self._codes[name], self._arrays[name]
+        for code, value in enumerate(values, start):
+            if value[:1] == "\x00" and value == erased(code) and words[code] != value:
+                words = words.copy()  # arrays that were handed out stay as they are
+                del codes[words[code]]
+                codes[value], words[code] = code, value
+        self._arrays[name] = words
 
     def codes(self, name: str, values: Sequence[Any]) -> list[int]:
         """The codes of ``values``; -1 for those that are not in the dictionary."""

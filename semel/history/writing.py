@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
+from semel.history.backfill import AddedColumn
+from semel.history.deletions import Deletion, record_of, resolve
 from semel.history.errors import StoreError
 from semel.history.following import Follower
 from semel.history.generation import Generation
@@ -60,7 +63,7 @@ class Writer:
             token.encode()  # a lone surrogate is an error here, not in the middle of a write
         schema = self.follower.schema
         arrays = check_events(data, schema)
-        for name in self.follower.view.dictionaries.names:
+        for name in schema.dictionaries:
             array = arrays[name]
             arrays[name] = (array if pa.types.is_string(array.type) else array.cast(pa.string())).dictionary_encode()
         return self._group(Append(arrays, len(arrays["event_time"]), token))
@@ -104,11 +107,7 @@ class Writer:
         appends = [AppendedRows(view.version + 1 + i, append.rows, append.token) for i, append in enumerate(group)]
         batch, dictionaries = self._encode(group)
         with self.writing("an append"):
-            if self._segment.size > SEGMENT_BYTES:
-                self._roll()
-            self._segment.append(batch, describe(appends, dictionaries))
-            self.lock.check()  # a writer that took over before this moment has not read the record, or may not have
-            self.lock.mark(self.follower.manifest.active, self._segment.size)
+            self._log(batch, describe(appends, dictionaries))
             for name, added in dictionaries.items():
                 view.dictionaries.extend(name, added["start"], added["values"], self._segment.path)
             versions = appends[0].version if len(appends) == 1 else versions_of(appends)
@@ -118,6 +117,31 @@ class Writer:
                     self.tokens[append.token] = appended.version
             self.follower.view = replace(view, tail=view.tail.append(batch, versions), version=appends[-1].version)
 
+    def delete(self, users: np.ndarray, of: np.ndarray | None, events: pa.RecordBatch | None) -> int:
+        """See ``HistoryStore.delete``: all events of ``users`` (different ids, sorted), or of them those that
+        ``events`` names. Durable on return; the version it got, the present one where there is nothing to delete."""
+        with self.follower.moving:
+            self.check()
+            view = self.follower.view
+            nothing = np.empty(len(users), np.int64)
+            deletion = resolve(Deletion(view.version + 1, users, nothing, nothing, of, events), view.deletions,
+                               view.generation, view.tail, view.generation.expired)
+            if not len(deletion.users):
+                return view.version
+            metadata, batch = record_of(deletion, self.follower.schema)
+            with self.writing("a deletion"):
+                self._log(batch, metadata)
+                self.follower.view = replace(view, deletions=view.deletions.add(deletion), version=deletion.version)
+            return deletion.version
+
+    def _log(self, batch: pa.RecordBatch, metadata: dict[str, Any]) -> None:
+        """One record, durable on return."""
+        if self._segment.size > SEGMENT_BYTES:
+            self._roll()
+        self._segment.append(batch, metadata)
+        self.lock.check()  # a writer that took over before this moment has not read the record, or may not have
+        self.lock.mark(self.follower.manifest.active, self._segment.size)
+
     def _encode(self, group: Sequence[Append]) -> tuple[pa.RecordBatch, dict[str, Any]]:
         """The rows of all as they are stored, and the strings that dictionaries must grow by for them. Changes
         nothing; ValueError where a dictionary would be too large."""
@@ -125,13 +149,20 @@ class Writer:
         grown: dict[str, Any] = {}
         columns = []
         for name in stored.names:
-            arrays = [append.arrays[name] for append in group]
+            arrays = [append.arrays[name] if name in append.arrays else self._nulls(name, append.rows)
+                      for append in group]
             if name in dictionaries.names:
                 arrays, new = dictionaries.encode(name, arrays)
                 if new:
                     grown[name] = {"start": dictionaries.size(name), "values": new}
             columns.append(arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays))
         return pa.RecordBatch.from_arrays(columns, schema=stored), grown
+
+    def _nulls(self, name: str, rows: int) -> pa.Array:
+        """Of a column that was added after an append was checked."""
+        if name in self.follower.view.dictionaries.names:
+            return pa.nulls(rows, pa.string()).dictionary_encode()
+        return pa.nulls(rows, self.follower.schema.layout[name].stored)
 
     # -- manifests ----------------------------------------------------------------------------------------------
 
@@ -185,16 +216,28 @@ class Writer:
         self._segment = new
         old.close()
 
-    def adopt(self, generation: Generation, lease: Lease, seal: int, upto: int) -> None:
-        """Make ``generation``, which holds everything up to version ``upto``, the current one."""
+    def adopt(self, generation: Generation, lease: Lease, seal: int, upto: int,
+              added: AddedColumn | None = None) -> None:
+        """Make ``generation``, which holds everything up to version ``upto``, the current one. ``added``: a column that
+        it has and the one before has not; it is seen from a new version on."""
         with self.follower.moving, self.writing("a compaction"):
             manifest, view = self.follower.manifest, self.follower.view
+            schema = generation.schema
             self.follower.swap(manifest.replace(
-                generation=generation.number, generation_seal=seal, compacted=(upto,) * manifest.shards,
+                schema=schema, generation=generation.number, generation_seal=seal, compacted=(upto,) * manifest.shards,
                 versions=(view.version,) * manifest.shards,
                 sealed=_after(upto, manifest.sealed)))
-            self.follower.view = replace(view, generation=generation, lease=lease, compacted=upto,
-                                         tail=view.tail.after(upto))
+            tail = view.tail.after(upto)
+            if added is not None:
+                view.dictionaries.include(schema.dictionaries)
+                if added.words:
+                    view.dictionaries.extend(added.column.name, 0, list(added.words), generation.folder)
+                self.follower.schema, tail = schema, tail.with_schema(schema)
+            self.follower.view = replace(view, generation=generation, lease=lease, compacted=upto, tail=tail,
+                                         deletions=view.deletions.after(upto))
+            if added is not None:
+                self._log(schema.stored.empty_table(), {"version": view.version + 1})
+                self.follower.view = replace(self.follower.view, version=view.version + 1)
 
 
 def _after(version: int, segments: Sequence[Segment]) -> tuple[Segment, ...]:

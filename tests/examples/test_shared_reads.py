@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -55,9 +56,11 @@ PROJECTIONS = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(1, 150), min_size=1, max_size=5),
        compact=st.integers(0, 5), latest=st.sampled_from([5, 60, 600]), users=st.integers(1, 3), late=st.booleans(),
-       text=st.booleans(), projections=st.lists(PROJECTIONS, min_size=1, max_size=4))
-def test_shared_reads_equal_separate_reads(seed, sizes, compact, latest, users, late, text, projections):
-    """Late events, ties, nulls, several versions, unknown users; compacted, recent and both."""
+       text=st.booleans(), deleted=st.integers(0, 5), retained=st.booleans(),
+       projections=st.lists(PROJECTIONS, min_size=1, max_size=4))
+def test_shared_reads_equal_separate_reads(seed, sizes, compact, latest, users, late, text, deleted, retained,
+                                           projections):
+    """Late events, ties, nulls, several versions, unknown, deleted and expired users; compacted, recent and both."""
     rng = np.random.default_rng(seed)
     key_type = pa.string() if text else pa.int64()
     with tempfile.TemporaryDirectory() as folder, HistoryStore.create(
@@ -69,7 +72,11 @@ def test_shared_reads_equal_separate_reads(seed, sizes, compact, latest, users, 
                  int(rng.integers(0, 99)) if rng.random() < 0.9 else None,
                  [None, "click", "like", "buy"][rng.integers(0, 4)]) for _ in range(size)], text))
             if at == compact:
-                store.compact()
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("semel.history.store.now", lambda: 10**6)
+                    store.compact(retention=timedelta(microseconds=10**6 - latest // 2) if retained else None)
+            if at == deleted:
+                store.delete(user_ids=[f"ü{at % 3}" if text else at % 3])
         for projection in projections:
             count = int(rng.integers(0, 16))
             of = rng.integers(0, users + 1, count)

@@ -1,0 +1,74 @@
+"""What a compaction leaves out: events that were deleted, or that are older than retention allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from semel.batch import expand_rows
+from semel.history.deletions import Deletions, Place, matching
+from semel.history.generation import Generation
+from semel.history.marks import NEVER, Marks
+from semel.history.tail import Dictionaries
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Scrubbing:
+    """``expire_before``: events of an earlier time (microseconds) go. ``forget``: users of whom no mark is kept."""
+
+    deletions: Deletions
+    expire_before: int = 0
+    forget: np.ndarray = field(default_factory=lambda: _NONE)
+
+    def __bool__(self) -> bool:
+        return bool(self.deletions) or self.expire_before > 0
+
+    def keep(self, users: np.ndarray | list[bytes], offsets: np.ndarray, times: np.ndarray, versions: np.ndarray,
+             column: Callable[[str], tuple[np.ndarray, np.ndarray]], dictionaries: Dictionaries,
+             ) -> tuple[np.ndarray, Marks]:
+        """Of a bucket with U ``users``, ``offsets`` [U + 1] of their rows, ``times`` and ``versions`` [rows],
+        ``column(name)`` ([rows, ...] values, [rows] validity or empty): ([rows] bool which stay, marks of what
+        expires)."""
+        ids = np.array([user.decode() for user in users], object) if isinstance(users, list) else users
+        of = np.repeat(np.arange(len(ids)), np.diff(offsets))
+        keep = versions > self.deletions.gone_before(ids)[of]
+        place_of = {user: i for i, user in enumerate(ids.tolist())}
+        for deletion in self.deletions.deletions:
+            if deletion.events is not None:
+                here = np.fromiter((place_of.get(user, -1) for user in deletion.users), np.int64, len(deletion.users))
+                some = np.flatnonzero(here >= 0)
+                rows, ends = expand_rows(offsets, here[some])
+
+                def of_rows(name: str, rows: np.ndarray = rows) -> tuple[np.ndarray, np.ndarray]:
+                    known = {"event_time": times, "version": versions}.get(name)
+                    values, valid = column(name) if known is None else (known, _NONE)
+                    return values[rows], valid[rows] if len(valid) else valid
+
+                place = Place(0, rows, np.repeat(some, np.diff(ends)), of_rows)
+                keep[rows[matching(place, deletion, self.deletions.schema, dictionaries)]] = False
+        expired = keep & (times < self.expire_before)
+        keep &= ~expired
+        return keep, earliest(ids[of[expired]], versions[expired], times[expired])
+
+    def marks(self, old: Generation, expired: Iterable[Marks]) -> tuple[Marks, Marks, int]:
+        """(deleted, expired, events before which time) of the new generation. ``expired``: what ``keep`` gave."""
+        deleted = Marks.joined([old.deleted, self.deletions.marks])
+        still = old.expired.keep(self.deletions.gone_before(old.expired.users) < 0)  # a deleted user's went with it
+        now = Marks.joined([Marks.empty(still.users.dtype == object), *expired])
+        lost = Marks.joined([still, now])
+        lost = earliest(lost.users, lost.first, lost.time)
+        return (deleted.keep(~np.isin(deleted.users, self.forget)), lost.keep(~np.isin(lost.users, self.forget)),
+                max(old.expired_before, self.expire_before if len(now) else 0))
+
+
+def earliest(users: np.ndarray, first: np.ndarray, time: np.ndarray) -> Marks:
+    """One mark a user, that never ends: the lowest of each."""
+    ids, of = np.unique(users, return_inverse=True)
+    least = np.full((2, len(ids)), NEVER)
+    np.minimum.at(least[0], of, first)
+    np.minimum.at(least[1], of, time)
+    return Marks(ids, least[0], least[1], np.full(len(ids), NEVER))
