@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from semel.cli import compact, demo, evaluate, export, info, ingest, replay, report, serve, shadow, train
+from semel.cli import compact, demo, erase, evaluate, export, info, ingest, replay, report, serve, shadow, train
 from semel.cli.errors import Verbs
 
 app = typer.Typer(
@@ -41,6 +41,7 @@ def _global_options(
 app.command("demo")(demo.demo)
 app.command("ingest")(ingest.ingest)
 app.command("compact")(compact.compact)
+app.command("erase")(erase.erase)
 app.command("export")(export.export)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)

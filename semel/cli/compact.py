@@ -12,6 +12,7 @@ import typer
 def compact(
     store: Annotated[Path, typer.Argument(help="The folder of the store.")],
     codec: Annotated[str, typer.Option(help="packed: small; plain: larger, a little faster to read.")] = "packed",
+    retention: Annotated[str | None, typer.Option(help="How old events may be, e.g. 90d; older ones go.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Rewrite a store for reading: what is in the log joins its user's other events."""
@@ -26,7 +27,8 @@ def compact(
                 continue
             with HistoryStore.open(path, mode="a") as handle:
                 moved = handle.stats()["events"]["log"]
-                handle.compact(partial(progress, f"compact {name}"), codec)  # type: ignore[arg-type]  # it checks
+                handle.compact(partial(progress, f"compact {name}"), codec,  # type: ignore[arg-type]  # it checks
+                               retention if name == "events" else None)
                 stats[name] = {"moved": moved, **handle.stats()}
     if as_json:
         output.print_json(stats)
