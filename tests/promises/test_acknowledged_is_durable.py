@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from semel.history import CorruptFile, EventSchema, HistoryStore, Projection, StoreError
+from semel.history import CorruptFile, EventSchema, HistoryStore, Pointers, Projection, StoreError
 
 SCHEMA = EventSchema({"item_id": pa.int64(), "text": pa.string()})
 PROJECTION = Projection(("item_id", "version", "text"))
@@ -124,21 +125,36 @@ def test_hundreds_of_killed_writers(tmp_path: Path, seed: int) -> None:
 
 
 def make_store(path: Path) -> tuple[bytes, ...]:
-    """A store with a generation and a log; what a full read of it gives."""
+    """A store with a generation and a log, and with deletions, expired events and an added column in both; what a full
+    read of it gives."""
     with HistoryStore.create(path, SCHEMA, shards=2) as store:
         for n in range(6):
             store.append(pa.table({"user_id": range(USERS), "event_time": [1000 - n] * USERS, "item_id": [n] * USERS,
                                    "text": [f"t{n}", None, "x", "y", "z"]}), token=str(n))
+            others = range(USERS, USERS + 3)
+            if n < 2:
+                store.append(pa.table({"user_id": others, "event_time": [n] * 3, "item_id": [n] * 3,
+                                       "text": ["o"] * 3}))
+            if n == 2:
+                store.delete(user_ids=[USERS])
             if n == 3:
-                store.compact()
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("semel.history.store.now", lambda: 10**6)
+                    store.compact(retention=timedelta(microseconds=10**6 - 1))
+                store.add_column("score", pa.float32(), lambda table: table["item_id"].cast(pa.float32()))
+            if n == 4:
+                store.delete(user_ids=[USERS + 1])
+                store.delete(events=pa.table({"user_id": [0], "event_time": [999]}))
     return contents(path)
 
 
 def contents(path: Path) -> tuple[bytes, ...]:
     with HistoryStore.open(path) as store:
-        table = store.read(store.point(np.arange(USERS + 1), 10**9), Projection(("item_id", "version", "event_time",
-                                                                                 "text")))
-        parts = [table.offsets, *table.columns.values(), *(table.validity or {}).values(), table.status]
+        seen = ("item_id", "version", "event_time", "text", "score")
+        pointers = [Pointers(np.arange(USERS + 4), 10**9, store.version - back) for back in (0, 5)]
+        table, older = (store.read(each, Projection(seen)) for each in pointers)
+        parts = [table.offsets, *table.columns.values(), *(table.validity or {}).values(), table.status, older.offsets,
+                 older.status]
         return (*(part.tobytes() for part in parts), repr(table.strings("text").tolist()).encode(),
                 str(store.version).encode())
 
