@@ -12,6 +12,7 @@ from semel.batch import Jagged, JaggedTable, Pointers
 from semel.history.errors import (
     CorruptFile,
     NotCompacted,
+    PositionMoved,
     StoreError,
     StoreExists,
     StoreLocked,
@@ -21,13 +22,15 @@ from semel.history.errors import (
     WriterUnavailable,
 )
 from semel.history.log import SegmentWriter, read_segments
+from semel.history.positions import Position
 from semel.history.schema import EventSchema, Projection, Status
 from semel.history.store import HistoryStore
 from semel.history.writer_client import WriterClient
 from semel.history.writer_server import WriterServer
 
 __all__ = [
-    "CorruptFile", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "NotCompacted", "Pointers", "Projection",
-    "SegmentWriter", "Status", "StoreError", "StoreExists", "StoreLocked", "StoreNotFound", "VersionNotVisible",
-    "WriterClient", "WriterFenced", "WriterServer", "WriterUnavailable", "read_segments",
+    "CorruptFile", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "NotCompacted", "Pointers", "Position",
+    "PositionMoved", "Projection", "SegmentWriter", "Status", "StoreError", "StoreExists", "StoreLocked",
+    "StoreNotFound", "VersionNotVisible", "WriterClient", "WriterFenced", "WriterServer", "WriterUnavailable",
+    "read_segments",
 ]

@@ -29,6 +29,10 @@ class WriterUnavailable(StoreError, ConnectionError):
     append it again is safe with a token."""
 
 
+class PositionMoved(StoreError):
+    """An append goes on from a position of its source that another append has left; nothing was appended."""
+
+
 class VersionNotVisible(StoreError):
     """A pointer names a version that this handle cannot see, even after one refresh; or that lies after the version
     at which the handle is frozen."""

@@ -17,6 +17,7 @@ from semel.history.leases import Lease
 from semel.history.locking import durable_end
 from semel.history.log import SEGMENT_HEADER, last_record_end, read_records
 from semel.history.manifest import NAME, Manifest, generation_path, parse_manifest, read_manifest, segment_path
+from semel.history.positions import Tokens
 from semel.history.records import appends_of, versions_of
 from semel.history.tail import Dictionaries, Tail
 
@@ -51,7 +52,7 @@ class Follower:
         dictionaries = Dictionaries(schema.dictionaries)
         self.view = View(Generation(None, 0, schema, self.manifest.shards), Tail.empty(schema), 0, dictionaries,
                          Deletions((), schema, dictionaries))
-        self.tokens: dict[str, int] = {}  # of the log's records
+        self.tokens = Tokens()  # of the log's records
         self._position = (self.manifest.first_segment, SEGMENT_HEADER)
         self._adopted = False
 
@@ -137,7 +138,9 @@ class Follower:
             view.dictionaries.extend(name, added["start"], added["values"], path)
         versions = last if len(appends) == 1 else versions_of(appends)
         self.view = replace(view, tail=view.tail.append(batch, versions), version=last)
-        self.tokens.update((append.token, append.version) for append in appends if append.token is not None)
+        for append in appends:
+            if append.token is not None:
+                self.tokens.add(append.token, append.version)
 
     def _take_deletion(self, deletion: Deletion, path: Path) -> None:
         view = self.view

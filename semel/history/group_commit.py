@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from semel.history.errors import StoreError
+from semel.history.positions import Step
 
 GROUP_ROWS = 1 << 18  # a group takes no further append beyond this, which bounds the wait of its first
 
@@ -23,6 +24,7 @@ class Append:
     arrays: dict[str, pa.Array]
     rows: int
     token: str | None
+    step: Step | None = None  # what the token says of a source's position
     version: int = 0
     error: BaseException | None = None
     done: bool = False

@@ -22,7 +22,7 @@ _TYPES: dict[str, type[Exception]] = {  # what keeps its type on the way; others
     kind.__name__: kind for kind in (
         ValueError, KeyError, TypeError, OSError, MemoryError, errors.StoreError, errors.StoreNotFound,
         errors.StoreExists, errors.StoreLocked, errors.WriterFenced, errors.WriterUnavailable,
-        errors.VersionNotVisible, errors.NotCompacted, errors.CorruptFile)
+        errors.PositionMoved, errors.VersionNotVisible, errors.NotCompacted, errors.CorruptFile)
 }
 
 

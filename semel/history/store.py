@@ -40,6 +40,7 @@ from semel.history.manifest import (
     segment_path,
 )
 from semel.history.schema import RESERVED, EventSchema, Projection, check_named_events
+from semel.history.positions import Position, Tokens
 from semel.history.tail import Tail
 from semel.history.writing import Writer
 
@@ -229,6 +230,15 @@ class HistoryStore:
         users, of = np.unique(self._ids(arrays.pop(self.schema.key).to_numpy(zero_copy_only=False)),
                               return_inverse=True)
         return writer.delete(users, of, pa.RecordBatch.from_arrays(list(arrays.values()), list(arrays)))
+
+    def position(self, source: str) -> Position:
+        """How far ``source`` has got, as far as this handle sees: what the last append with a token of
+        ``Position.then`` said. ``state`` None, version 0 for a source without one."""
+        self._check_open()
+        if self._writer is not None:
+            with self._follower.moving:
+                return self._writer.tokens.position(source)
+        return self._again(lambda view: Tokens({**view.generation.tokens(), **self._follower.tokens})).position(source)
 
     # -- reading ------------------------------------------------------------------------------------------------
 

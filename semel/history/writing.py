@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from semel.history.backfill import AddedColumn
 from semel.history.deletions import Deletion, record_of, resolve
-from semel.history.errors import StoreError
+from semel.history.errors import PositionMoved, StoreError
 from semel.history.following import Follower
 from semel.history.generation import Generation
 from semel.history.group_commit import Append, GroupCommit
@@ -20,6 +20,7 @@ from semel.history.leases import Lease
 from semel.history.locking import WriterLock
 from semel.history.log import SegmentWriter
 from semel.history.manifest import Segment, segment_path
+from semel.history.positions import Tokens, step_of
 from semel.history.records import AppendedRows, describe, versions_of
 from semel.history.schema import check_events
 
@@ -41,7 +42,7 @@ class Writer:
                 follower.refresh()  # what the owner before has written since: that counts,
                 self._segment.size = follower.position[1]
                 self.seal()  # and what it may yet write comes after the end of a sealed segment
-            self.tokens = {**follower.view.generation.tokens(), **follower.tokens}
+            self.tokens = Tokens({**follower.view.generation.tokens(), **follower.tokens})
             lock.mark(follower.manifest.active, self._segment.size)
         except BaseException:
             self._segment.close()
@@ -61,12 +62,13 @@ class Writer:
             raise ValueError(f"token must be a string, got {token!r}")
         if token is not None:
             token.encode()  # a lone surrogate is an error here, not in the middle of a write
+        step = step_of(token)
         schema = self.follower.schema
         arrays = check_events(data, schema)
         for name in schema.dictionaries:
             array = arrays[name]
             arrays[name] = (array if pa.types.is_string(array.type) else array.cast(pa.string())).dictionary_encode()
-        return self._group(Append(arrays, len(arrays["event_time"]), token))
+        return self._group(Append(arrays, len(arrays["event_time"]), token, step))
 
     def _commit(self, group: Sequence[Append]) -> None:
         """Give every append of the group its version or its error."""
@@ -74,18 +76,35 @@ class Writer:
             self._check_sound()
             fresh: list[Append] = []
             first: dict[str, Append] = {}  # of the appends with one token
+            moved: set[str] = set()  # sources that an append of this group takes on
             for append in group:
-                if append.token in self.tokens:
+                if append.token is not None and append.token in self.tokens:
                     append.version, append.done = self.tokens[append.token], True
                 elif append.token is None and not append.rows:
                     append.version, append.done = self.follower.view.version, True
                 elif append.token is None or first.setdefault(append.token, append) is append:
+                    if append.step is not None and not self._in_turn(append, moved):
+                        continue
                     fresh.append(append)
             self._write_each(fresh)
             for append in group:
                 if not append.done and append.token is not None:
                     same = first[append.token]
                     append.version, append.error, append.done = same.version, same.error, True
+
+    def _in_turn(self, append: Append, moved: set[str]) -> bool:
+        """Whether the source of a position's append still stands where it goes on from; else the append has its error.
+        ``moved``: sources that move in the same group, to which this one's is added."""
+        assert append.step is not None
+        source, stands = append.step.source, self.tokens.position(append.step.source)
+        if source in moved or stands.version != append.step.after:
+            where = "at this moment" if source in moved else f"to {stands.state!r} in version {stands.version}"
+            append.error, append.done = PositionMoved(
+                f"another process has taken {source} on ({where}); nothing was appended: stop one of the two, and "
+                "start the other again"), True
+            return False
+        moved.add(source)
+        return True
 
     def _write_each(self, group: Sequence[Append]) -> None:
         """One record for all; where that is refused, one for each, so that none fails for another's sake."""
@@ -114,7 +133,7 @@ class Writer:
             for append, appended in zip(group, appends, strict=True):
                 append.version = appended.version
                 if append.token is not None:
-                    self.tokens[append.token] = appended.version
+                    self.tokens.add(append.token, appended.version)
             self.follower.view = replace(view, tail=view.tail.append(batch, versions), version=appends[-1].version)
 
     def delete(self, users: np.ndarray, of: np.ndarray | None, events: pa.RecordBatch | None) -> int:
