@@ -1,4 +1,4 @@
-"""``semel ingest``: a public data set, tables of your own, or the events inside fat rows, into a history store."""
+"""``semel ingest``: a public data set, tables of your own, fat rows or a Kafka topic, into a history store."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 OWN = "Own tables"
 FAT = "Fat rows"
+KAFKA = "Kafka"
 
 
 def ingest(
     names: Annotated[list[str], typer.Argument(
-        metavar="NAME|PATH...", help="A data set by name (ml-1m, ...), or Parquet, Arrow, CSV or TSV files "
-        "of your own, or a folder of them.")],
+        metavar="NAME|PATH...|URL", help="A data set by name (ml-1m, ...), or Parquet, Arrow, CSV or TSV files "
+        "of your own, or a folder of them, or kafka://broker[:port][,broker]/topic.")],
     store: Annotated[Path, typer.Option(help="The folder of the store to make, or to append own events to.")] = Path(
         "store"),
     data: Annotated[Path | None, typer.Option(help="Where the named data set lies; else it is looked for.")] = None,
@@ -41,16 +42,48 @@ def ingest(
         help="The files are training rows with lists of history: recover the events in them.")] = False,
     request_time: Annotated[str | None, typer.Option(
         help="Column of the time of the request.", show_default="request_time", rich_help_panel=FAT)] = None,
+    until_end: Annotated[bool, typer.Option(
+        "--until-end", rich_help_panel=KAFKA,
+        help="End at the last message that is there now, and compact; else run until SIGTERM or Ctrl-C.")] = False,
+    batch: Annotated[int | None, typer.Option(
+        min=1, help="Most messages of one append.", show_default="10000", rich_help_panel=KAFKA)] = None,
+    linger: Annotated[float | None, typer.Option(
+        min=0, help="Seconds that the first message of an append waits for others.", show_default="1",
+        rich_help_panel=KAFKA)] = None,
+    on_bad: Annotated[str | None, typer.Option(
+        metavar="stop|skip", help="What a message does that cannot be stored: end the run, or be counted and left out.",
+        show_default="stop", rich_help_panel=KAFKA)] = None,
+    type_: Annotated[list[str] | None, typer.Option(
+        "--type", metavar="NAME=TYPE", rich_help_panel=KAFKA, show_default="by the first messages",
+        help="The type of a column of a new store, such as price=float32; may be repeated.")] = None,
+    kafka_config: Annotated[Path | None, typer.Option(
+        help="A file of further settings of the client, name=value in each line.", rich_help_panel=KAFKA)] = None,
+    group: Annotated[str | None, typer.Option(
+        help="Also commit offsets to Kafka as this group, for monitors of its lag.", rich_help_panel=KAFKA)] = None,
+    skip_lost: Annotated[bool, typer.Option(
+        "--skip-lost", rich_help_panel=KAFKA,
+        help="Go on where the broker has removed messages before they were read.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Put events and item features into a store.
 
     A data set, and the events of fat rows, make a new store. Tables of your own make one, or are appended to one that
-    is there; the same bytes are appended once, so the command may be repeated after an interruption.
+    is there; the same bytes are appended once, so the command may be repeated after an interruption. So may that of a
+    Kafka topic: the store knows how far it has been read.
     """
     from semel.cli import output
 
     mapping = Mapping(user, item, time, time_unit, column, request_time)
+    options = Streaming(until_end, batch, linger, on_bad, type_, kafka_config, group, skip_lost)
+    if any(name.startswith("kafka://") for name in names):
+        if len(names) > 1 or data is not None or from_fat_rows or request_time is not None:
+            raise ValueError(f"{names[0]}: a topic is ingested alone, without files, --data, --from-fat-rows and "
+                             "--request-time")
+        _kafka(names[0], store, mapping, options, as_json)
+        return
+    if options != Streaming():
+        raise ValueError("--until-end, --batch, --linger, --on-bad, --type, --kafka-config, --group and --skip-lost "
+                         "are for kafka://broker/topic")
     facts: dict[str, Any]
     with output.progress_bar() as bar:
         progress = output.Steps(bar)
@@ -106,6 +139,49 @@ class Mapping:
                              self.unit, self.others)
 
 
+@dataclasses.dataclass(frozen=True)
+class Streaming:
+    """The options of a Kafka topic, as they were given."""
+
+    until_end: bool = False
+    batch: int | None = None
+    linger: float | None = None
+    on_bad: str | None = None
+    types: list[str] | None = None
+    config: Path | None = None
+    group: str | None = None
+    skip_lost: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """As ``ingest_kafka`` takes them; those that were not given are left out."""
+        from semel.history.schema import parse_type
+
+        given: dict[str, Any] = {"until_end": self.until_end, "skip_lost": self.skip_lost, "group": self.group}
+        for name in ("batch", "linger", "on_bad"):
+            if getattr(self, name) is not None:
+                given[name] = getattr(self, name)
+        if self.config is not None:
+            given["config"] = _settings(self.config)
+        pairs = [text.partition("=") for text in self.types or []]
+        for name, _, kind in pairs:
+            if not name or not kind:
+                raise ValueError(f"--type {name!r}: say NAME=TYPE, such as price=float32")
+        given["types"] = {name: parse_type(kind) for name, _, kind in pairs}
+        return given
+
+
+def _settings(path: Path) -> dict[str, str]:
+    """The settings in a file of ``name=value`` lines; # begins a remark."""
+    settings = {}
+    for number, line in enumerate(path.read_text(encoding="utf8").splitlines(), 1):
+        name, equals, value = line.strip().partition("=")
+        if name and not name.startswith("#"):
+            if not equals:
+                raise ValueError(f"{path}, line {number}: say name=value")
+            settings[name.strip()] = value.strip()
+    return settings
+
+
 def _renamed(text: str) -> tuple[str, str]:
     name, equals, source = text.partition("=")
     if not name or (equals and not source):
@@ -131,6 +207,33 @@ def _events(names: Sequence[str], data: Path | None, store: Path, mapping: Mappi
         output.remark(f"note: {note}")
     return datasets.ingest(found, store, progress), {
         "dataset": found.name, "source": found.source, "licence": found.licence}
+
+
+def _kafka(url: str, store: Path, mapping: Mapping, options: Streaming, as_json: bool) -> None:
+    import signal
+    import threading
+
+    from semel import datasets
+    from semel.cli import output
+
+    stop = threading.Event()
+    before = [(number, signal.signal(number, lambda *_: stop.set())) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        with output.progress_bar() as bar:
+            report = datasets.ingest_kafka(url, store, mapping.of_events(), stop=stop, progress=output.Steps(bar),
+                                           **options.arguments())
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    for note in report.notes:
+        output.remark(f"note: {note}")
+    if as_json:
+        output.print_json({"store": str(store), "source": url, **dataclasses.asdict(report)})
+        return
+    left = f", {output.count(report.bad)} left out" if report.bad else ""
+    output.results().print(
+        f"{output.count(report.events)} events of {output.count(report.messages)} messages{left}: {store} is at "
+        f"version {report.version}, {output.count(report.events_per_second)} events/s", soft_wrap=True)
 
 
 def _fat_rows(names: Sequence[str], store: Path, mapping: Mapping,

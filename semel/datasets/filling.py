@@ -144,13 +144,14 @@ def _append(handle: HistoryStore, pieces: Iterable[tuple[str, pa.Table]], total:
         events += piece.num_rows
         seen.append(pc.unique(piece["item_id"]))
         if sum(map(len, seen[1:])) > max(1_000_000, len(seen[0])):
-            seen = [_distinct(seen)]
+            seen = [distinct(seen)]
         if progress:
             progress("append events", events, total)
-    return appended, events, _distinct(seen)
+    return appended, events, distinct(seen)
 
 
-def _distinct(parts: Sequence[pa.Array]) -> pa.Array:
+def distinct(parts: Sequence[pa.Array]) -> pa.Array:
+    """The distinct values of parts of an id column, int64 or strings, without nulls."""
     whole = pa.chunked_array(parts) if parts else pa.array([], pa.int64())
     kind = whole.type
     if pa.types.is_dictionary(kind):
@@ -177,11 +178,11 @@ def _catalogue(path: Path, features: Features | None, seen: pa.Array, progress: 
             unknown = sorted(set(items.column_names) - set(want.names))
             if unknown:
                 raise ValueError(f"{path}: the catalogue has no column {unknown[0]!r}; it has {', '.join(want.names)}")
-            rows = _as_schema(catalogue_rows(items, seen[:0]), want)
+            rows = as_schema(catalogue_rows(items, seen[:0]), want)
             for low in range(0, rows.num_rows, CHUNK_ROWS):
                 handle.append(rows.slice(low, CHUNK_ROWS), token=f"{features.token}:{low}" if features else None)
         known = pa.array(handle.keys(), seen.type)
-        rows = _as_schema(catalogue_rows(None, pc.filter(seen, pc.invert(pc.is_in(seen, value_set=known)))), want)
+        rows = as_schema(catalogue_rows(None, pc.filter(seen, pc.invert(pc.is_in(seen, value_set=known)))), want)
         for low in range(0, rows.num_rows, CHUNK_ROWS):
             handle.append(rows.slice(low, CHUNK_ROWS))
         if handle.stats()["events"]["log"]:
@@ -191,7 +192,8 @@ def _catalogue(path: Path, features: Features | None, seen: pa.Array, progress: 
         return handle.version, len(handle.keys())
 
 
-def _as_schema(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+def as_schema(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Rows with the columns of ``schema``; those that they lack are null."""
     return pa.table({field.name: rows[field.name].cast(field.type) if field.name in rows.column_names
                      else pa.nulls(rows.num_rows, field.type) for field in schema})
 
