@@ -21,8 +21,8 @@ Array: TypeAlias = Any  # numpy.ndarray | torch.Tensor; one alias so that signat
 
 
 def _is_tensor(array: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)  # another thread may be in the middle of importing it
+    return tensor is not None and isinstance(array, tensor)
 
 
 def _to_torch(array: Array) -> torch.Tensor:

@@ -29,6 +29,8 @@ from semel.history import HistoryStore, Projection
 
 FORMAT_VERSION = 1
 EVERYTHING = int(np.iinfo(np.int64).max)
+ROW_GROUP = 16_384
+"""Requests of a row group: what a loader reads at once. A window of it is some of these."""
 _USERS_AT_ONCE = 16_384
 
 
@@ -198,7 +200,7 @@ def _write(folder: Path, splits: dict[str, RequestRows], meta: dict[str, Any]) -
     counts = {name: {"requests": len(rows), "candidates": len(rows.candidates.values)} for name, rows in splits.items()}
     for name, rows in splits.items():
         temporary = folder / f".{name}.{os.getpid()}.tmp"
-        pq.write_table(rows_to_table(rows), temporary, compression="zstd")
+        pq.write_table(rows_to_table(rows), temporary, row_group_size=ROW_GROUP, compression="zstd")
         os.replace(temporary, folder / f"{name}.parquet")
     meta = {**meta, "counts": counts}
     write_atomic(folder / "meta.json", json.dumps(meta, indent=1).encode())

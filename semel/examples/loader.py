@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -21,7 +21,8 @@ from semel.batch import RequestBatch, RequestRows
 from semel.examples.materialization import materialize, read_ahead
 from semel.examples.order import full_order, token_cuts, window_order
 from semel.examples.prefetch import pipeline
-from semel.examples.rows import concat_rows, read_rows, rows_from_table
+from semel.examples.row_files import RowFiles
+from semel.examples.rows import rows_from_table
 from semel.examples.shared_reads import Histories, ReadCounters
 from semel.features import FeatureSpec
 from semel.history import HistoryStore, Projection
@@ -31,15 +32,18 @@ if TYPE_CHECKING:
 
     Examples: TypeAlias = RequestRows | pa.Table | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+_ALL = 1 << 62
+
 Shuffle: TypeAlias = Literal["window", "full"] | bool | None
 
 
 class RequestLoader:
     """An iterable of ``RequestBatch``: one pass is one epoch.
 
-    ``examples``: request rows, their table, or Parquet files of them. A batch has ``batch_requests`` requests over all
-    ranks, or, with ``batch_tokens``, as many as keep history events + candidates within that (a larger request is a
-    batch alone). ``projection`` overrides which events are read.
+    ``examples``: request rows, their table, or Parquet files of them, which are read by row group when their batches
+    come and need not fit into memory (``RowFiles``; with ``shuffle="full"`` they must). A batch has ``batch_requests``
+    requests over all ranks, or, with ``batch_tokens``, as many as keep history events + candidates within that (a
+    larger request is a batch alone). ``projection`` overrides which events are read.
 
     ``shuffle``: "window" mixes the requests within windows of ``window``, as they lie in the examples, and lets up to
     ``together`` requests of one user that are neighbours in time follow each other, so that one read of a history
@@ -69,11 +73,12 @@ class RequestLoader:
             raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
         if shuffle not in ("window", "full", True, False, None):
             raise ValueError(f'shuffle must be "window", "full" or None, got {shuffle!r}')
-        self.rows = _read(examples)
         self.store, self.catalogue, self.features, self.projection = store, catalogue, features, projection
         self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
         self.shuffle = "full" if shuffle is True else shuffle or None
         self.window, self.together = window, together
+        self.rows = _rows(examples, near=2 * window if self.shuffle == "window" else
+                          _ALL if self.shuffle == "full" else batch_requests)
         self.seed, self.rank, self.world_size, self.workers = seed, rank, world_size, workers
         self.epoch = 0
         self.wait_seconds = 0.0
@@ -129,7 +134,8 @@ class RequestLoader:
 
     def _identity(self) -> dict[str, Any]:
         if self._fingerprint is None:
-            self._fingerprint = zlib.crc32("\n".join(self.rows.request_id.tolist()).encode())
+            self._fingerprint = _checksum(self.rows.request_ids() if isinstance(self.rows, RowFiles)
+                                          else [self.rows.request_id])
             if self.shuffle == "window":  # what else its order depends on
                 for array in (self._places()[1], self.rows.pointers.as_of):
                     self._fingerprint = zlib.crc32(array.tobytes(), self._fingerprint)
@@ -178,15 +184,27 @@ class RequestLoader:
         if self._costs is None:
             projection = self.projection or Projection(columns=("event_time",), last=self.features.history_last)
             lengths, _ = self.store.lengths(self.rows.pointers, projection)
-            self._costs = np.asarray(lengths, dtype=np.int64) + self.rows.candidates.lengths
+            candidates = (self.rows.candidate_counts if isinstance(self.rows, RowFiles)
+                          else self.rows.candidates.lengths)
+            self._costs = np.asarray(lengths, dtype=np.int64) + candidates
         return self._costs
 
 
-def _read(examples: Examples) -> RequestRows:
+def _rows(examples: Examples, near: int) -> RequestRows | RowFiles:
     if isinstance(examples, RequestRows):
         return examples
     if isinstance(examples, pa.Table):
         return rows_from_table(examples)
     if isinstance(examples, Sequence) and not isinstance(examples, str):
-        return concat_rows([read_rows(Path(path)) for path in examples])
-    return read_rows(Path(examples))
+        return RowFiles([Path(path) for path in examples], near)
+    return RowFiles([Path(examples)], near)
+
+
+def _checksum(ids: Iterable[np.ndarray]) -> int:
+    """Of the ids, a line each, whatever the parts."""
+    crc, between = 0, ""
+    for part in ids:
+        if len(part):
+            crc = zlib.crc32((between + "\n".join(part.tolist())).encode(), crc)
+            between = "\n"
+    return crc

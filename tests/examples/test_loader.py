@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 import threading
 import time
 from itertools import chain
@@ -296,3 +298,17 @@ def test_batches_are_equal_whatever_materializes_them(store):
     for one, other in zip(run(0), run(3), strict=True):
         assert torch.equal(one.request["history"]["item_id"].values, other.request["history"]["item_id"].values)
         assert torch.equal(one.label["like"], other.label["like"])
+
+
+def test_a_loader_may_be_the_first_to_import_torch(store, tmp_path):
+    """Its threads read rows while another of them imports it."""
+    pq.write_table(rows_to_table(make_rows()), tmp_path / "rows.parquet")
+    code = ("import sys; from semel.examples import RequestLoader; from semel.features import FeatureSpec\n"
+            "from semel.history import HistoryStore\n"
+            "store = HistoryStore.open(sys.argv[1]); assert 'torch' not in sys.modules\n"
+            "spec = FeatureSpec(history_last=4)\n"
+            "loader = RequestLoader(sys.argv[2], store, features=spec, batch_requests=1, workers=2)\n"
+            "print(sum(batch.requests for batch in loader))")
+    result = subprocess.run([sys.executable, "-c", code, str(store.path), str(tmp_path / "rows.parquet")],
+                            capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0 and result.stdout.split() == [str(REQUESTS)], result.stderr
