@@ -27,8 +27,8 @@ def compact(
                 continue
             with HistoryStore.open(path, mode="a") as handle:
                 moved = handle.stats()["events"]["log"]
-                handle.compact(partial(progress, f"compact {name}"), codec,  # type: ignore[arg-type]  # it checks
-                               retention if name == "events" else None)
+                handle.compact(codec=codec, progress=partial(progress, f"compact {name}"),  # type: ignore[arg-type]
+                               retention=retention if name == "events" else None)  # it checks the codec
                 stats[name] = {"moved": moved, **handle.stats()}
     if as_json:
         output.print_json(stats)

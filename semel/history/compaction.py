@@ -1,29 +1,45 @@
-"""Compaction: one pure function from (sorted bucket of old rows, new rows) to a sorted bucket, and its driver."""
+"""Compaction of one shard: a pure function from (sorted bucket of old rows, new rows) to a sorted bucket, column by
+column. ``engines`` does it for all shards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from semel.history import gather
+from semel.history import gather, grouping
 from semel.history.backfill import AddedColumn
-from semel.history.following import View
-from semel.history.generation import NO_VALIDITY, Codec, GenerationWriter, Shard
-from semel.history.marks import Marks
+from semel.history.generation import NO_VALIDITY, Codec, Shard, WrittenShard, write_shard
 from semel.history.schema import EventSchema
 from semel.history.scrubbing import Scrubbing
-from semel.history.tail import Dictionaries, Tail, bits, erased, frozen
+from semel.history.tail import bits, frozen
 
 _NONE = frozen(np.empty(0, np.int64))
+
+
+class NewRows(Protocol):
+    """The rows that come to a shard, in arrival order."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def users(self) -> tuple[np.ndarray | list[bytes], np.ndarray]:
+        """(the users that have rows, each once, in any order; [rows] int32 the place there of each row's user)."""
+
+    def column(self, name: str) -> np.ndarray:
+        """[rows, *shape] of a schema column, ``event_time`` or ``version``; read anew each time."""
+
+    def validity(self, name: str) -> np.ndarray:
+        """[rows] bool, or empty where no value is null."""
 
 
 @dataclass(frozen=True)
 class Bucket:
     """A shard's new order. ``users`` [U] sorted; ``offsets`` [U + 1]; ``refs`` [rows]: ``>= 0`` an old row, ``~row`` a
-    row of the tail."""
+    new one."""
 
     users: np.ndarray | list[bytes]
     offsets: np.ndarray
@@ -39,35 +55,33 @@ class Bucket:
 
 
 def merge_bucket(old_users: np.ndarray | list[bytes], old_offsets: np.ndarray, old_times: np.ndarray,
-                 new_keys: np.ndarray | list[bytes], new_rows: np.ndarray, tail_times: np.ndarray) -> Bucket:
-    """Merge a sorted bucket with new rows. ``new_keys`` [n]: the user of each new row (int64, or UTF-8 bytes as those
-    users sort); ``new_rows`` [n]: ascending rows of the tail, ``tail_times`` their arena's event times."""
+                 new_users: np.ndarray | list[bytes], codes: np.ndarray, new_times: np.ndarray) -> Bucket:
+    """Merge a sorted bucket with new rows, in arrival order. ``new_users`` [U]: those who have any (int64, or UTF-8
+    bytes as those users sort), ``codes`` [n]: whose each row is; ``new_times`` [n]: their event times."""
     users: np.ndarray | list[bytes]
-    if isinstance(new_keys, list):
+    if isinstance(new_users, list):
         assert isinstance(old_users, list)
-        names = sorted(set(new_keys))
-        rank = {name: i for i, name in enumerate(names)}
-        codes = np.array([rank[name] for name in new_keys], np.int64)
-        users = sorted({*old_users, *names})
+        number = np.array(sorted(range(len(new_users)), key=new_users.__getitem__), np.int64)
+        users = sorted({*old_users, *new_users})
         place = {name: i for i, name in enumerate(users)}
         old_place = np.array([place[name] for name in old_users], np.int64)
-        new_place = np.array([place[name] for name in names], np.int64)
+        new_place = np.array([place[new_users[code]] for code in number.tolist()], np.int64)
     else:
         assert isinstance(old_users, np.ndarray)
-        present, codes = np.unique(new_keys, return_inverse=True)
-        users = np.union1d(old_users, present).astype(np.int64)
-        old_place, new_place = np.searchsorted(users, old_users), np.searchsorted(users, present)
+        number = np.argsort(new_users)
+        users = np.union1d(old_users, new_users).astype(np.int64)
+        old_place, new_place = np.searchsorted(users, old_users), np.searchsorted(users, new_users[number])
     old_row = np.full(len(users), -1, np.int64)
     old_row[old_place] = np.arange(len(old_place))
     new_row = np.full(len(users), -1, np.int64)
     new_row[new_place] = np.arange(len(new_place))
-    order = np.lexsort((tail_times[new_rows], codes))  # stable: arrival order within a time
-    new_offsets = np.zeros(len(new_place) + 1, np.int64)
-    np.cumsum(np.bincount(codes, minlength=len(new_place)), out=new_offsets[1:])
+    new_offsets = np.zeros(len(number) + 1, np.int64)
+    np.cumsum(np.bincount(codes, minlength=len(number))[number], out=new_offsets[1:])
+    order = np.empty(len(codes), np.int64)
+    grouping.order_rows(codes, new_offsets, number, new_times, order)
     offsets = np.zeros(len(users) + 1, np.int64)
-    refs = np.empty(len(old_times) + len(new_rows), np.int64)
-    gather.merge_bucket(old_row, old_offsets, old_times, new_row, new_offsets, new_rows[order], tail_times, refs,
-                        offsets)
+    refs = np.empty(len(old_times) + len(order), np.int64)
+    gather.merge_bucket(old_row, old_offsets, old_times, new_row, new_offsets, order, new_times, refs, offsets)
     return Bucket(users, offsets, refs)
 
 
@@ -87,81 +101,58 @@ def validity(refs: np.ndarray, old: np.ndarray, rows: int, new: np.ndarray) -> n
     return take(refs, old, new)
 
 
-def write_generation(folder: Path, view: View, tokens: dict[str, int], codec: Codec, scrubbing: Scrubbing,
-                     added: AddedColumn | None, progress: Callable[[int, int], None] | None = None) -> int:
-    """Write the view's generation + tail as a new generation into ``folder``, without what ``scrubbing`` leaves out and
-    with the column ``added``; its seal. One shard at a time in memory."""
-    old, tail = view.generation, view.tail
-    schema, shards = old.schema, len(old.shards)
-    new_schema = schema if added is None else schema.with_column(added.column.name, added.column.type, 0)
-    writer = GenerationWriter(folder, new_schema, shards, codec)
-    keys = tail.columns[""]
-    slots = [text.encode() for text in tail.arena.slots] if schema.string_keys else []
-    of_row = shards_of(slots, shards)[keys] if schema.string_keys and len(keys) else shards_of(keys, shards)
-    by_shard = np.argsort(of_row, kind="stable")
-    ends = np.searchsorted(of_row[by_shard], np.arange(shards + 1))
-    expired = []
-    for shard in old.shards:
-        rows = by_shard[ends[shard.index] : ends[shard.index + 1]]
-        new_keys = [slots[slot] for slot in keys[rows].tolist()] if schema.string_keys else keys[rows]
-        expired.append(_write_shard(writer, schema, shard, tail, rows, new_keys, scrubbing, added, view.dictionaries))
-        if progress is not None:
-            progress(shard.index + 1, shards)
-    dictionaries = {name: [value.encode() for value in view.dictionaries.array(name)]
-                    for name in view.dictionaries.names}
-    if len(scrubbing.forget):  # a string that only erased events had goes with them
-        for name, values in dictionaries.items():
-            dictionaries[name] = [value if code in writer.codes[name] else erased(code).encode()
-                                  for code, value in enumerate(values)]
-    if added is not None and added.column.is_dictionary:
-        dictionaries[added.column.name] = [word.encode() for word in added.words]
-    writer.marks(*scrubbing.marks(old, expired))
-    return writer.finish(dictionaries, tokens)
+@dataclass(frozen=True)
+class Change:
+    """What a compaction does beside moving rows: what it leaves out, and a column that it adds."""
+
+    scrubbing: Scrubbing
+    added: AddedColumn | None = None
 
 
-def _write_shard(writer: GenerationWriter, schema: EventSchema, shard: Shard, tail: Tail, rows: np.ndarray,
-                 new_keys: np.ndarray | list[bytes], scrubbing: Scrubbing, added: AddedColumn | None,
-                 dictionaries: Dictionaries) -> Marks:
-    """Marks of what expired."""
-    expired = Marks.empty(schema.string_keys)
-    if not shard.rows and not len(rows):
-        return expired
-    empty = not shard.rows
-    old_users = ([] if schema.string_keys else _NONE) if empty else (
-        shard.user_keys() if schema.string_keys else shard.users)
-    offsets = frozen(np.zeros(1, np.int64)) if empty else shard.offsets
+def compact_shard(folder: Path, schema: EventSchema, codec: Codec, old: Shard, new: NewRows, change: Change,
+                  ) -> WrittenShard:
+    """Write the shard with the rows of ``old`` and ``new``, which have the columns of ``schema``, into a generation's
+    folder."""
+    if not old.rows and not new.rows:
+        return WrittenShard(old.index)
+    old_users: np.ndarray | list[bytes] = [] if schema.string_keys else _NONE
+    old_offsets, old_times = frozen(np.zeros(1, np.int64)), _NONE
+    if old.rows:
+        old_users = old.user_keys() if schema.string_keys else old.users
+        old_offsets, old_times = old.offsets, old.values("event_time")
+    bucket = merge_bucket(old_users, old_offsets, old_times, *new.users(), new.column("event_time"))
+    del old_times
 
-    def old_column(name: str) -> np.ndarray:
-        return frozen(tail.columns[name][:0]) if empty else shard.values(name)
+    def both(name: str) -> tuple[np.ndarray, np.ndarray]:
+        values = new.column(name)
+        return old.values(name) if old.rows else values[:0], values
 
-    def old_valid(name: str) -> np.ndarray:
-        return NO_VALIDITY if empty else shard.validity(name)
-
-    bucket = merge_bucket(old_users, offsets, old_column("event_time"), new_keys, rows, tail.columns["event_time"])
-    versions = take(bucket.refs, old_column("version"), tail.columns["version"])
+    versions = take(bucket.refs, *both("version"))
 
     def column(name: str) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
-        return lambda: (
-            take(bucket.refs, old_column(name), tail.columns[name]),
-            validity(bucket.refs, old_valid(name), shard.rows, tail.valid.get(name, NO_VALIDITY)),
-        )
+        return lambda: (take(bucket.refs, *both(name)),
+                        validity(bucket.refs, old.validity(name) if old.rows else NO_VALIDITY, old.rows,
+                                 new.validity(name)))
 
+    scrubbing, added, expired = change.scrubbing, change.added, None
     if scrubbing:
-        times = column("event_time")()[0]
-        keep, expired = scrubbing.keep(bucket.users, bucket.offsets, times, versions, lambda name: column(name)(),
-                                       dictionaries)
+        keep, expired = scrubbing.keep(bucket.users, bucket.offsets, column("event_time")()[0], versions,
+                                       lambda name: column(name)())
         if not keep.all():
             bucket, versions = bucket.only(keep), versions[keep]
-            if not len(bucket.refs):
-                return expired
-    first, last = np.empty(len(bucket.users), np.int64), np.empty(len(bucket.users), np.int64)
-    gather.version_range(bucket.offsets, versions, first, last)
-    columns = {name: column(name) for name in ("event_time", *schema.layout)}
-    if added is not None:
-        columns[added.column.name] = lambda: added.values(bucket.users, bucket.offsets, lambda name: column(name)())
-    writer.shard(shard.index, bucket.users, bucket.offsets, first, last,
-                 {"version": lambda: (versions, NO_VALIDITY), **columns})
-    return expired
+    written = WrittenShard(old.index)
+    if len(bucket.refs):
+        first, last = np.empty(len(bucket.users), np.int64), np.empty(len(bucket.users), np.int64)
+        gather.version_range(bucket.offsets, versions, first, last)
+        columns = {name: column(name) for name in ("event_time", *schema.layout)}
+        if added is not None:
+            schema = schema.with_column(added.column.name, added.column.type, 0)
+            columns[added.column.name] = lambda: added.values(bucket.users, bucket.offsets, lambda name: column(name)())
+        written = write_shard(folder, schema, codec, old.index, bucket.users, bucket.offsets, first, last,
+                              {"version": lambda: (versions, NO_VALIDITY), **columns})
+    if expired is None:
+        return written
+    return replace(written, expired=(expired.users.tolist(), expired.first.tolist(), expired.time.tolist()))
 
 
 def shards_of(keys: np.ndarray | list[bytes], shards: int) -> np.ndarray:

@@ -168,7 +168,7 @@ class Deletions:
 
     def __init__(self, deletions: Sequence[Deletion], schema: EventSchema, dictionaries: Dictionaries) -> None:
         self.deletions = tuple(deletions)
-        self.schema, self._dictionaries = schema, dictionaries
+        self.schema, self.dictionaries = schema, dictionaries
         self._lock = threading.Lock()
         self._in_shards: tuple[Generation | None, dict[int, np.ndarray]] = (None, {})
         self._in_tail: tuple[Any, dict[int, np.ndarray]] = (None, {})
@@ -176,12 +176,15 @@ class Deletions:
     def __bool__(self) -> bool:
         return bool(self.deletions)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Deletions, (self.deletions, self.schema, self.dictionaries)
+
     def add(self, deletion: Deletion) -> Deletions:
-        return Deletions((*self.deletions, deletion), self.schema, self._dictionaries)
+        return Deletions((*self.deletions, deletion), self.schema, self.dictionaries)
 
     def after(self, version: int) -> Deletions:
         """Those of later versions."""
-        return Deletions([d for d in self.deletions if d.version > version], self.schema, self._dictionaries)
+        return Deletions([d for d in self.deletions if d.version > version], self.schema, self.dictionaries)
 
     @cached_property
     def marks(self) -> Marks:
@@ -202,8 +205,8 @@ class Deletions:
         with self._lock:
             if self._in_shards[0] is not generation:
                 self._in_shards = (generation, self._find(lambda users: _in_shards(generation, users)))
-            if self._in_tail[0] is not tail.arena:  # it only grows by events of later versions
-                self._in_tail = (tail.arena, self._find(lambda users: [_in_tail(tail, users)]))
+            if self._in_tail[0] is not tail.events:  # it only grows by events of later versions
+                self._in_tail = (tail.events, self._find(lambda users: [_in_tail(tail, users)]))
             return {**self._in_shards[1], **self._in_tail[1]}
 
     def _find(self, places: Callable[[np.ndarray], Iterable[Place]]) -> dict[int, np.ndarray]:
@@ -211,7 +214,7 @@ class Deletions:
         for deletion in self.deletions:
             if deletion.events is not None:
                 for place in places(deletion.users):
-                    rows = place.rows[matching(place, deletion, self.schema, self._dictionaries)]
+                    rows = place.rows[matching(place, deletion, self.schema, self.dictionaries)]
                     if len(rows):
                         found.setdefault(place.place, []).append(rows)
         return {place: np.unique(np.concatenate(rows)) for place, rows in found.items()}
@@ -230,7 +233,7 @@ def resolve(deletion: Deletion, before: Deletions, generation: Generation, tail:
     count = len(deletion.users)
     first, time = np.full((2, count), np.iinfo(np.int64).max)
     for place in places_of(generation, tail, deletion.users):
-        taken = matching(place, deletion, before.schema, before._dictionaries)
+        taken = matching(place, deletion, before.schema, before.dictionaries)
         taken &= before.survivors(place, deletion.users, generation, tail)
         np.minimum.at(first, place.of[taken], place.column("version")[0][taken])
         np.minimum.at(time, place.of[taken], place.column("event_time")[0][taken])

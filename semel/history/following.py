@@ -18,6 +18,7 @@ from semel.history.locking import durable_end
 from semel.history.log import SEGMENT_HEADER, last_record_end, read_records
 from semel.history.manifest import NAME, Manifest, generation_path, parse_manifest, read_manifest, segment_path
 from semel.history.positions import Tokens
+from semel.history.ranges import LogRange
 from semel.history.records import appends_of, versions_of
 from semel.history.tail import Dictionaries, Tail
 
@@ -112,14 +113,15 @@ class Follower:
             path = segment_path(self.path, number)
             for metadata, batch, end in read_records(path, offset, sealed.get(number),
                                                      most if number == active else None):
-                self._take(metadata, batch, path)
+                self._take(metadata, batch, path, self._position[1], end)
                 self._position = (number, end)
             if number == active:
                 return
             self._position = (number + 1, SEGMENT_HEADER)
 
-    def _take(self, metadata: dict[str, Any], batch: pa.RecordBatch, path: Path) -> None:
-        """Add one record to the view, unless the generation has its events already."""
+    def _take(self, metadata: dict[str, Any], batch: pa.RecordBatch, path: Path, start: int, end: int) -> None:
+        """Add one record, the bytes ``start`` to ``end`` of ``path``, to the view, unless the generation has its events
+        already."""
         view = self.view
         try:
             if "delete" in metadata:
@@ -137,7 +139,8 @@ class Follower:
         for name, added in metadata.get("dictionaries", {}).items():
             view.dictionaries.extend(name, added["start"], added["values"], path)
         versions = last if len(appends) == 1 else versions_of(appends)
-        self.view = replace(view, tail=view.tail.append(batch, versions), version=last)
+        place = LogRange(path, start, end, batch.num_rows, first, last)
+        self.view = replace(view, tail=view.tail.append(batch, versions, place), version=last)
         for append in appends:
             if append.token is not None:
                 self.tokens.add(append.token, append.version)

@@ -22,7 +22,7 @@ _NO_SINCE = np.iinfo(np.int64).min
 
 
 @kernel
-def _mix(x):
+def mix(x):
     # The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit.
     x = x + _GOLDEN
     x = (x ^ (x >> _30)) * _MIX1
@@ -33,7 +33,7 @@ def _mix(x):
 @kernel
 def shards_of_integers(keys, shards, out):
     for i in range(len(keys)):
-        out[i] = np.int64(_mix(np.uint64(keys[i])) % np.uint64(shards))
+        out[i] = np.int64(mix(np.uint64(keys[i])) % np.uint64(shards))
 
 
 @kernel
@@ -42,7 +42,7 @@ def shards_of_strings(offsets, data, shards, out):
         h = _FNV_START
         for at in range(offsets[i], offsets[i + 1]):
             h = (h ^ np.uint64(data[at])) * _FNV_PRIME
-        out[i] = np.int64(_mix(h) % np.uint64(shards))
+        out[i] = np.int64(mix(h) % np.uint64(shards))
 
 
 @kernel

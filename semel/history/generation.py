@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -113,6 +114,12 @@ class Shard:
         position, column = self._generation.positions[name]
         return f"column-{position:03d}", column.dtype, column.shape
 
+    @property
+    def nbytes(self) -> int:
+        """Of its files."""
+        prefix = shard_file(self.index, "")
+        return sum(entry["bytes"] for file, entry in self._generation.info["files"].items() if file.startswith(prefix))
+
     def user_keys(self) -> list[bytes]:
         return split_strings(*self.user_strings)
 
@@ -129,7 +136,7 @@ class Generation:
     """A generation's folder. ``number`` 0 is the empty generation of a new store."""
 
     def __init__(self, folder: Path | None, number: int, schema: EventSchema, shards: int, seal: int = 0) -> None:
-        self.folder, self.number, self.schema = folder, number, schema
+        self.folder, self.number, self.schema, self.seal = folder, number, schema, seal
         self.positions = {name: (i, column) for i, (name, column) in enumerate(schema.layout.items())}
         self.info: dict[str, Any] = {"rows": [0] * shards, "users": [0] * shards, "files": {}}
         self._lock = threading.Lock()
@@ -242,79 +249,103 @@ def shard_file(index: int, name: str) -> str:
     return f"shard-{index:04d}/{name}"
 
 
-class GenerationWriter:
-    """Writes a generation's files into ``folder`` (which nobody reads yet); ``finish`` returns its seal. ``codes``:
-    those in use, by dictionary column."""
+@dataclass(frozen=True)
+class WrittenShard:
+    """What ``generation.json`` says of a shard; ``files`` in the order in which they were written. ``oldest``: its
+    lowest ``event_time``; ``codes``: those in use, by dictionary column; ``expired``: the users, lowest versions and
+    lowest times of what retention took. All as JSON has them."""
 
-    def __init__(self, folder: Path, schema: EventSchema, shards: int, codec: Codec) -> None:
-        self.folder, self.schema, self.codec = folder, schema, codec
-        folder.mkdir(parents=True)
-        self._info: dict[str, Any] = {"magic": MAGIC, "format": FORMAT, "codec": codec, "rows": [0] * shards,
-                                      "users": [0] * shards, "files": {}}
-        self._oldest = [NEVER]
-        self.codes: dict[str, set[int]] = {name: set() for name in schema.dictionaries}
+    index: int
+    rows: int = 0
+    users: int = 0
+    files: dict[str, dict[str, int]] = field(default_factory=dict)
+    oldest: int = NEVER
+    codes: dict[str, list[int]] = field(default_factory=dict)
+    expired: tuple[list[Any], list[int], list[int]] = ([], [], [])
+
+
+class FileWriter:
+    """Writes array files below ``folder``; ``files``: what ``generation.json`` keeps of each."""
+
+    def __init__(self, folder: Path, codec: Codec) -> None:
+        self.folder, self.codec = folder, codec
+        self.files: dict[str, dict[str, int]] = {}
 
     def array(self, file: str, array: np.ndarray) -> None:
-        self._info["files"][file] = write_array(self.folder / file, array)
+        self.files[file] = write_array(self.folder / file, array)
 
     def column(self, file: str, values: np.ndarray) -> None:
         write = write_packed if self.codec == "packed" else write_array
-        self._info["files"][file] = write(self.folder / file, values)
+        self.files[file] = write(self.folder / file, values)
 
     def strings(self, name: str, values: list[bytes]) -> None:
         parent = Path(name).parent
         for file, entry in write_strings(self.folder / name, values).items():
-            self._info["files"][(parent / file).as_posix()] = entry
+            self.files[(parent / file).as_posix()] = entry
 
-    def shard(self, index: int, users: np.ndarray | list[bytes], offsets: np.ndarray, first: np.ndarray,
-              last: np.ndarray, columns: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]) -> None:
-        """One shard. ``columns[name]()`` makes (values, validity or empty), so that one column is in memory."""
-        (self.folder / shard_file(index, "")).mkdir()
-        self._info["rows"][index], self._info["users"][index] = int(offsets[-1]), len(users)
-        if isinstance(users, list):
-            self.strings(shard_file(index, "users"), users)
+    def marks(self, name: str, marks: Marks) -> None:
+        """Files ``NAME.users`` and so on."""
+        if marks.users.dtype == object:
+            self.strings(f"{name}.users", [user.encode() for user in marks.users])
         else:
-            self.array(shard_file(index, "users"), users)
-        for name, array in {"offsets": offsets, "first_version": first, "last_version": last}.items():
-            self.array(shard_file(index, name), array)
-        files = {name: f"column-{i:03d}" for i, name in enumerate(self.schema.layout)}
-        for name, make in columns.items():
-            values, valid = make()
-            if name == "event_time":
-                self._oldest.append(int(values.min()))
-            if name in self.codes:
-                used = np.bincount(values[valid] if len(valid) else values)
-                self.codes[name].update(np.flatnonzero(used).tolist())
-            self.column(shard_file(index, files.get(name, name)), values)
-            if len(valid) and not valid.all():
-                self.column(shard_file(index, f"{files[name]}.valid"), valid)
+            self.array(f"{name}.users", marks.users)
+        self.array(f"{name}.first_version", marks.first)
+        self.array(f"{name}.first_time", marks.time)
+        if name == "deleted":
+            self.array(f"{name}.version", marks.until)
 
-    def marks(self, deleted: Marks, expired: Marks, expired_before: int) -> None:
-        """What is remembered of events that are gone."""
-        for name, marks in {"deleted": deleted, "expired": expired}.items():
-            if not len(marks):
-                continue
-            if self.schema.string_keys:
-                self.strings(f"{name}.users", [user.encode() for user in marks.users])
-            else:
-                self.array(f"{name}.users", marks.users)
-            self.array(f"{name}.first_version", marks.first)
-            self.array(f"{name}.first_time", marks.time)
-            if name == "deleted":
-                self.array(f"{name}.version", marks.until)
-        if expired_before:
-            self._info["expired_before"] = expired_before
 
-    def finish(self, dictionaries: dict[str, list[bytes]], tokens: dict[str, int]) -> int:
-        for i, name in enumerate(self.schema.layout):
-            if name in dictionaries:
-                self.strings(f"dictionary-{i:03d}", dictionaries[name])
-        self.strings("tokens", [token.encode() for token in tokens])
-        self.array("token_versions", np.array(list(tokens.values()), np.int64))
-        self._info["oldest"] = min(self._oldest)
-        files = [self.folder / file for file in self._info["files"]]
-        sync_files([*files, *{file.parent for file in files}])
-        path = self.folder / NAME
-        content = dump_json(self._info)
-        replace_file(path, content)
-        return int(parse_json(content, path)["checksum"])
+def write_shard(folder: Path, schema: EventSchema, codec: Codec, index: int, users: np.ndarray | list[bytes],
+                offsets: np.ndarray, first: np.ndarray, last: np.ndarray,
+                columns: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]) -> WrittenShard:
+    """Write one shard's files into a generation's folder. ``columns[name]()`` makes (values, validity or empty), so
+    that one column is in memory."""
+    (folder / shard_file(index, "")).mkdir()
+    writer = FileWriter(folder, codec)
+    if isinstance(users, list):
+        writer.strings(shard_file(index, "users"), users)
+    else:
+        writer.array(shard_file(index, "users"), users)
+    for name, array in {"offsets": offsets, "first_version": first, "last_version": last}.items():
+        writer.array(shard_file(index, name), array)
+    files = {name: f"column-{i:03d}" for i, name in enumerate(schema.layout)}
+    oldest, codes = NEVER, {}
+    for name, make in columns.items():
+        values, valid = make()
+        if name == "event_time":
+            oldest = int(values.min())
+        elif name in schema.dictionaries:
+            codes[name] = np.flatnonzero(np.bincount(values[valid] if len(valid) else values)).tolist()
+        writer.column(shard_file(index, files.get(name, name)), values)
+        if len(valid) and not valid.all():
+            writer.column(shard_file(index, f"{files[name]}.valid"), valid)
+        del values, valid
+    return WrittenShard(index, int(offsets[-1]), len(users), writer.files, oldest, codes)
+
+
+def finish_generation(folder: Path, schema: EventSchema, codec: Codec, shards: list[WrittenShard],
+                      dictionaries: dict[str, list[bytes]], tokens: dict[str, int],
+                      marks: tuple[Marks, Marks, int]) -> int:
+    """Write what all ``shards`` have in common and ``generation.json``, and make all durable; the generation's
+    seal. ``marks``: of what was deleted, of what expired, and the time before which events expired (0: none)."""
+    shards = sorted(shards, key=lambda shard: shard.index)
+    writer = FileWriter(folder, codec)
+    for shard in shards:
+        writer.files.update(shard.files)
+    for i, name in enumerate(schema.layout):
+        if name in dictionaries:
+            writer.strings(f"dictionary-{i:03d}", dictionaries[name])
+    writer.strings("tokens", [token.encode() for token in tokens])
+    writer.array("token_versions", np.array(list(tokens.values()), np.int64))
+    for name, of_kind in zip(("deleted", "expired"), marks, strict=False):
+        if isinstance(of_kind, Marks) and len(of_kind):
+            writer.marks(name, of_kind)
+    files = [folder / file for file in writer.files]
+    sync_files([*files, *{file.parent for file in files}])
+    path = folder / NAME
+    content = dump_json({"magic": MAGIC, "format": FORMAT, "codec": codec, "rows": [shard.rows for shard in shards],
+                         "users": [shard.users for shard in shards],
+                         "oldest": min((shard.oldest for shard in shards), default=NEVER),
+                         "expired_before": marks[2], "files": writer.files})
+    replace_file(path, content)
+    return int(parse_json(content, path)["checksum"])

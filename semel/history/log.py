@@ -159,7 +159,8 @@ def read_records(path: Path, offset: int = SEGMENT_HEADER, sealed: int | None = 
         while offset != sealed and (most is None or offset < most):  # what lies behind does not count
             record = None
             for wait in (0.0, 0.003):  # a reader may look at a record while its writer takes it back
-                time.sleep(wait)
+                if wait:  # also a sleep of 0 gives the core away
+                    time.sleep(wait)
                 size = os.fstat(file.fileno()).st_size if sealed is None else sealed
                 size = size if most is None else min(size, most)
                 try:

@@ -304,18 +304,11 @@ def keys(view: View) -> np.ndarray:
 
 def _keys(view: View) -> np.ndarray:
     strings = view.generation.schema.string_keys
-    recent = np.unique(view.tail.columns[""][: np.searchsorted(view.tail.columns["version"], view.version, "right")])
-    older: list[np.ndarray] = []
+    found = [view.tail.users(view.version)]
     for shard in view.generation.shards:
         if shard.rows:
-            mine = np.array(shard.user_keys(), object) if strings else shard.users
+            mine = np.array([key.decode() for key in shard.user_keys()], object) if strings else shard.users
             if view.compacted > view.version:  # a frozen view on a later generation
                 mine = mine[shard.first <= view.version]
-            older.append(mine)
-    if not strings:
-        return np.unique(np.concatenate([recent, *older]))
-    by_slot = list(view.tail.arena.slots)
-    found = {key.decode() for mine in older for key in mine} | {by_slot[slot] for slot in recent}
-    out = np.empty(len(found), object)
-    out[:] = sorted(found)
-    return out
+            found.append(mine)
+    return np.unique(np.concatenate(found))

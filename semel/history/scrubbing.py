@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from semel.batch import expand_rows
 from semel.history.deletions import Deletions, Place, matching
 from semel.history.generation import Generation
 from semel.history.marks import NEVER, Marks
-from semel.history.tail import Dictionaries
 
 _NONE = np.empty(0, np.int64)
 
@@ -28,8 +28,7 @@ class Scrubbing:
         return bool(self.deletions) or self.expire_before > 0
 
     def keep(self, users: np.ndarray | list[bytes], offsets: np.ndarray, times: np.ndarray, versions: np.ndarray,
-             column: Callable[[str], tuple[np.ndarray, np.ndarray]], dictionaries: Dictionaries,
-             ) -> tuple[np.ndarray, Marks]:
+             column: Callable[[str], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, Marks]:
         """Of a bucket with U ``users``, ``offsets`` [U + 1] of their rows, ``times`` and ``versions`` [rows],
         ``column(name)`` ([rows, ...] values, [rows] validity or empty): ([rows] bool which stay, marks of what
         expires)."""
@@ -49,16 +48,21 @@ class Scrubbing:
                     return values[rows], valid[rows] if len(valid) else valid
 
                 place = Place(0, rows, np.repeat(some, np.diff(ends)), of_rows)
-                keep[rows[matching(place, deletion, self.deletions.schema, dictionaries)]] = False
+                keep[rows[matching(place, deletion, self.deletions.schema, self.deletions.dictionaries)]] = False
         expired = keep & (times < self.expire_before)
         keep &= ~expired
         return keep, earliest(ids[of[expired]], versions[expired], times[expired])
 
-    def marks(self, old: Generation, expired: Iterable[Marks]) -> tuple[Marks, Marks, int]:
-        """(deleted, expired, events before which time) of the new generation. ``expired``: what ``keep`` gave."""
+    def marks(self, old: Generation, expired: Iterable[tuple[list[Any], list[int], list[int]]],
+              ) -> tuple[Marks, Marks, int]:
+        """(deleted, expired, events before which time) of the new generation. ``expired``: what ``keep`` gave: users,
+        lowest versions, lowest times."""
         deleted = Marks.joined([old.deleted, self.deletions.marks])
         still = old.expired.keep(self.deletions.gone_before(old.expired.users) < 0)  # a deleted user's went with it
-        now = Marks.joined([Marks.empty(still.users.dtype == object), *expired])
+        kind = object if still.users.dtype == object else np.int64
+        now = Marks.joined([Marks.empty(kind is object), *(
+            earliest(np.array(users, kind), np.array(first, np.int64), np.array(time, np.int64))
+            for users, first, time in expired)])
         lost = Marks.joined([still, now])
         lost = earliest(lost.users, lost.first, lost.time)
         return (deleted.keep(~np.isin(deleted.users, self.forget)), lost.keep(~np.isin(lost.users, self.forget)),

@@ -39,13 +39,14 @@ from semel.history.manifest import (
     read_manifest,
     segment_path,
 )
-from semel.history.schema import RESERVED, EventSchema, Projection, check_named_events
 from semel.history.positions import Position, Tokens
+from semel.history.schema import RESERVED, EventSchema, Projection, check_named_events
 from semel.history.tail import Tail
 from semel.history.writing import Writer
 
 if TYPE_CHECKING:
     from semel.history.backfill import AddedColumn, Backfill
+    from semel.history.engines import Engine
 
 T = TypeVar("T")
 
@@ -341,24 +342,36 @@ class HistoryStore:
 
     # -- housekeeping -------------------------------------------------------------------------------------------
 
-    def compact(self, progress: Callable[[int, int], None] | None = None, codec: Codec = "packed",
-                retention: timedelta | str | None = None) -> int:
+    def compact(self, engine: Engine = "local", workers: int = 2, memory_limit: int | str = "1GiB", *,
+                codec: Codec = "packed", retention: timedelta | str | None = None,
+                progress: Callable[[int, int], None] | None = None) -> int:
         """Move the log into a new generation; its number. Readers and appends go on meanwhile; a crash leaves the old
         generation in place. Older generations are removed, except those that a reader holds a lease on.
-        ``progress(shards done, shards)``. ``codec``: ``packed`` columns, or ``plain`` ones, larger and a little faster
-        to read. ``retention``: how old events may be by their ``event_time`` and this machine's clock (a timedelta, or
-        text like "90d", "12h"); older ones go, also from what older pointers read, whose status then says EXPIRED.
-        Raises ValueError for another codec, or for a retention that is no such time."""
-        return self._compact(progress, codec, 0 if retention is None else now() - microseconds(retention, "retention"))
 
-    def _compact(self, progress: Callable[[int, int], None] | None, codec: Codec, expire_before: int,
+        ``engine``: ``local``, threads of this process; ``ray``, a Ray cluster whose nodes see the store's folder
+        (needs ``semel[ray]``). ``workers``: how many shards are written at a time. ``memory_limit``: what it may
+        allocate, bytes or "512MiB", "1GiB" (``ray``: each worker); the rest goes through a temporary file beside the
+        generation. ``codec``: ``packed`` columns, or ``plain`` ones, larger and a little faster to read. The
+        generation's bytes depend on none of the first three. ``retention``: how old events may be by their
+        ``event_time`` and this machine's clock (a timedelta, or text like "90d", "12h"); older ones go, also from what
+        older pointers read, whose status then says EXPIRED. ``progress(shards done, shards)``. Raises ValueError for
+        what is none of these, StoreError where a shard does not fit into the limit.
+        """
+        expire_before = 0 if retention is None else now() - microseconds(retention, "retention")
+        return self._compact(codec, engine, workers, memory_limit, progress, expire_before=expire_before)
+
+    def _compact(self, codec: Codec, engine: Engine = "local", workers: int = 2, memory_limit: int | str = "1GiB",
+                 progress: Callable[[int, int], None] | None = None, expire_before: int = 0,
                  forget: np.ndarray | None = None, added: AddedColumn | None = None) -> int:
-        from semel.history.compaction import write_generation
+        from semel.history.compaction import Change
+        from semel.history.engines import check_engine, memory_bytes, write_generation
         from semel.history.scrubbing import Scrubbing
 
         writer = self._writer_to("compact")
         if codec not in CODECS:
             raise ValueError(f"codec {codec!r} is none of {', '.join(CODECS)}")
+        check_engine(engine, workers)
+        limit = memory_bytes(memory_limit)
         with self._compacting:
             with self._follower.moving:
                 writer.check()
@@ -375,7 +388,8 @@ class HistoryStore:
             shutil.rmtree(final, ignore_errors=True)
             try:
                 scrubbing = Scrubbing(view.deletions, max(expire_before, 0), *(() if forget is None else (forget,)))
-                seal = write_generation(building, view, tokens, codec, scrubbing, added, progress)
+                seal = write_generation(building, view, tokens, codec, engine, workers, limit,
+                                        Change(scrubbing, added), progress)
                 os.rename(building, final)
                 sync_folder(final.parent)
             except BaseException:
@@ -409,7 +423,7 @@ class HistoryStore:
         with self._compacting, self._follower.moving:
             writer.delete(users, None, None)
             codec: Codec = "plain" if self._view.generation.codec == "plain" else "packed"
-            generation = self._compact(None, codec, 0, forget=users)
+            generation = self._compact(codec, forget=users)
             view = self._view
             for name in view.dictionaries.names:  # what was erased there, also here
                 view.dictionaries.extend(name, 0, view.generation.dictionary(name), view.generation.folder)
@@ -434,7 +448,7 @@ class HistoryStore:
         schema = self.schema.with_column(name, kind, self.version + 1)  # checks the name and the type
         added = AddedColumn(schema.layout[name], backfill, self.schema, writer.follower.view.dictionaries)
         codec: Codec = "plain" if self._view.generation.codec == "plain" else "packed"
-        self._compact(None, codec, 0, added=added)
+        self._compact(codec, added=added)
         return self.schema.layout[name].since_version
 
     def drop_generations(self, keep: int = 2) -> list[int]:

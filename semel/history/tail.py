@@ -1,9 +1,11 @@
 """The log tier in memory: the columns of not yet compacted events, and an index of them by user.
 
-``Tail`` values are immutable; appending returns a new one. Columns lie in arrival order in arenas that grow by
-doubling and are shared by all tails of a handle: a tail sees the first ``rows`` of them, which never change, so
-readers need no lock. The index is made when a read first needs it: a few sorted runs (``Run``) of growing size, as in
-a log-structured merge tree, so that indexing one more event touches hundreds of rows, not all of them.
+``Tail`` values are immutable; appending returns a new one. Until a read needs them a tail knows only where its events
+lie in the log (``ranges``), so that a process which appends or compacts holds no events. Then their columns are loaded
+into an arena: in arrival order, growing by doubling, shared by all tails of a handle. A tail sees the first ``rows`` of
+them, which never change, so readers need no lock. The index is made when a read first needs it: a few sorted runs
+(``Run``) of growing size, as in a log-structured merge tree, so that indexing one more event touches hundreds of rows,
+not all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from semel.history.errors import CorruptFile
+from semel.history.ranges import LogRange, extended
 from semel.history.schema import EventSchema, to_numpy
 
 LEVELS = (256, 1 << 14, 1 << 20, 1 << 62)  # most rows of each run, newest first
@@ -78,13 +81,13 @@ class Arena:
     """Growing columns. ``arrays[name]`` has room for more rows than are used; ``valid[name]`` exists from the first
     null on."""
 
-    def __init__(self, schema: EventSchema) -> None:
+    def __init__(self, schema: EventSchema, room: int = 0) -> None:
         self.schema = schema
         self.rows = 0
-        self.room = 0
+        self.room = room
         self.arrays: dict[str, np.ndarray] = {
-            name: np.empty(0, np.int64) for name in ("", "event_time", "version")  # "" is the key
-        } | {name: np.empty((0, *column.shape), column.dtype) for name, column in schema.layout.items()}
+            name: np.empty(room, np.int64) for name in ("", "event_time", "version")  # "" is the key
+        } | {name: np.empty((room, *column.shape), column.dtype) for name, column in schema.layout.items()}
         self.valid: dict[str, np.ndarray] = {}
         self.slots: dict[str, int] = {}  # string keys only: the integer that stands for a user in this arena
 
@@ -107,6 +110,18 @@ class Arena:
                 self.valid[name][rows:end] = True if valid is None else valid
         self.rows = end
 
+    def with_schema(self, schema: EventSchema) -> Arena:
+        """The same rows with the columns that ``schema`` has in addition, null."""
+        new = Arena(schema)
+        new.rows, new.room, new.slots = self.rows, self.room, self.slots
+        new.arrays |= self.arrays
+        new.valid |= self.valid
+        for name in schema.layout:
+            if name not in self.arrays:
+                new.arrays[name] = np.zeros((self.room, *new.arrays[name].shape[1:]), new.arrays[name].dtype)
+                new.valid[name] = np.zeros(self.room, bool)
+        return new
+
     def _keys(self, array: pa.Array) -> np.ndarray:
         if not self.schema.string_keys:
             return array.to_numpy()
@@ -122,62 +137,134 @@ def _grown(array: np.ndarray, used: int, room: int) -> np.ndarray:
     return new
 
 
-class Tail:
-    """The first ``rows`` events of an arena: ``columns`` and ``valid`` are read-only views of them."""
+class Events:
+    """What the tails of a handle share: the ``rows`` events of ``ranges``, and their arena once it is loaded."""
 
-    def __init__(self, arena: Arena, indexed: int = 0, index: Index | None = None) -> None:
-        self.arena = arena
-        self.rows = arena.rows
-        self.columns = {name: frozen(array[: self.rows]) for name, array in arena.arrays.items()}
-        self.valid = {name: frozen(array[: self.rows]) for name, array in arena.valid.items()}
+    def __init__(self, schema: EventSchema, ranges: tuple[LogRange, ...] = (), arena: Arena | None = None) -> None:
+        self.schema, self.ranges, self.arena = schema, ranges, arena
+        self.rows = sum(r.rows for r in ranges)
+        self._lock = threading.Lock()
+
+    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray, place: LogRange, rows: int) -> None:
+        """Add a batch that lies at ``place`` after the first ``rows`` events, which must be all."""
+        with self._lock:
+            if self.rows != rows:
+                raise RuntimeError("an older tail was appended to")
+            if self.arena is not None:
+                self.arena.append(batch, versions)
+            self.ranges = extended(self.ranges, place)
+            self.rows += batch.num_rows
+
+    def load(self) -> Arena:
+        """The arena, filled now if it is not there yet. Raises CorruptFile, GenerationGone."""
+        if self.arena is None:
+            with self._lock:
+                if self.arena is None:
+                    arena = Arena(self.schema, self.rows)
+                    for place in self.ranges:
+                        for batch, versions in place.read():
+                            arena.append(batch, versions)
+                    self.arena = arena
+        return self.arena
+
+
+class Tail:
+    """The first ``rows`` of a handle's events that are not compacted, which lie at ``ranges``; ``columns`` and
+    ``valid`` are read-only views of them. What reads events may raise CorruptFile and GenerationGone, once, when they
+    are loaded."""
+
+    def __init__(self, events: Events, indexed: int = 0, index: Index | None = None) -> None:
+        self.schema = events.schema
+        self.rows, self.ranges = events.rows, events.ranges
+        self._events = events
+        self._columns: dict[str, np.ndarray] = {}
+        self._valid: dict[str, np.ndarray] = {}
         self._indexed, self._index = indexed, index or Index((EMPTY_RUN,) * len(LEVELS))
         self._words: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
 
     @classmethod
     def empty(cls, schema: EventSchema) -> Tail:
-        return cls(Arena(schema))
+        return cls(Events(schema))
 
-    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray) -> Tail:
+    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray, place: LogRange) -> Tail:
         """The tail with one more batch (key, event_time, columns as ``Column.stored``), of one version or of an
-        ascending one for each row [rows]. Only the newest tail of an arena can be appended to."""
-        if self.arena.rows != self.rows:
-            raise RuntimeError("an older tail was appended to")
-        self.arena.append(batch, versions)
-        return Tail(self.arena, self._indexed, self._index)
+        ascending one for each row [rows], which lies at ``place``. Only the newest tail can be appended to."""
+        self._events.append(batch, versions, place, self.rows)
+        return Tail(self._events, self._indexed, self._index)
 
     def after(self, version: int) -> Tail:
-        """The events of later versions only, in an arena of their own."""
-        start = int(np.searchsorted(self.columns["version"], version, side="right"))
-        if start == 0:
+        """The events of later versions only, which must begin a range (a compaction ends with a segment)."""
+        ranges = tuple(place for place in self.ranges if place.last > version)
+        if len(ranges) == len(self.ranges):
             return self
-        arena = Arena(self.arena.schema)
-        arena.rows = arena.room = self.rows - start
+        if ranges and ranges[0].first <= version:
+            raise RuntimeError(f"version {version} does not end a segment of the log")
+        return Tail(Events(self.schema, ranges, self._moved(sum(place.rows for place in ranges))))
+
+    def _moved(self, rows: int) -> Arena | None:
+        """The last ``rows`` events in an arena of their own, where they are loaded."""
+        old = self._events.arena
+        if old is None:
+            return None
+        arena = Arena(self.schema)
+        start = self.rows - rows
+        arena.rows = arena.room = rows
         arena.arrays = {name: array[start:].copy() for name, array in self.columns.items()}
         arena.valid = {name: array[start:].copy() for name, array in self.valid.items() if not array[start:].all()}
-        if self.arena.schema.string_keys:
-            by_slot = list(self.arena.slots)
+        if self.schema.string_keys:
+            by_slot = list(old.slots)
             used, codes = np.unique(arena.arrays[""], return_inverse=True)
             arena.slots = {by_slot[slot]: new for new, slot in enumerate(used.tolist())}
             arena.arrays[""] = codes.astype(np.int64)
-        return Tail(arena)
+        return arena
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        if not self._columns:
+            arena = self._events.load()
+            self._valid = {name: frozen(array[: self.rows]) for name, array in list(arena.valid.items())}
+            self._columns = {name: frozen(array[: self.rows]) for name, array in arena.arrays.items()}
+        return self._columns
+
+    @property
+    def valid(self) -> dict[str, np.ndarray]:
+        return self._valid if self.columns else {}  # which come together
+
+    def users(self, version: int) -> np.ndarray:
+        """[U] the users of the events up to ``version``: int64, or strings as objects. Loads nothing."""
+        if self._events.arena is not None:
+            keys = np.unique(self.columns[""][: np.searchsorted(self.columns["version"], version, "right")])
+            if not self.schema.string_keys:
+                return keys
+            by_slot = list(self._events.arena.slots)
+            return np.array([by_slot[slot] for slot in keys.tolist()], object)
+        found: list[np.ndarray] = [np.empty(0, object if self.schema.string_keys else np.int64)]
+        for place in self.ranges:
+            if place.first <= version:
+                of_range = [batch.column(0).slice(0, np.searchsorted(versions, version, "right") if np.ndim(versions)
+                                                  else batch.num_rows if versions <= version else 0)
+                            for batch, versions in place.read()]
+                found.append(pa.chunked_array(of_range).unique().to_numpy(zero_copy_only=False))
+        return np.unique(np.concatenate(found))
 
     def with_schema(self, schema: EventSchema) -> Tail:
         """The same events with the columns that ``schema`` has in addition, null."""
-        old, arena = self.arena, Arena(schema)
-        arena.rows, arena.room, arena.slots = old.rows, old.room, old.slots
-        arena.arrays = {name: old.arrays[name] if name in old.arrays else np.zeros((old.room, *array.shape[1:]),
-                                                                                  array.dtype)
-                        for name, array in arena.arrays.items()}
-        arena.valid = old.valid | {name: np.zeros(old.room, bool) for name in schema.layout if name not in old.arrays}
-        return Tail(arena, self._indexed, self._index)
+        arena = self._events.arena
+        events = Events(schema, self.ranges, None if arena is None else arena.with_schema(schema))
+        return Tail(events, self._indexed, self._index)
+
+    @property
+    def events(self) -> Events:
+        """What this tail shares with those that were appended to it, and with no other."""
+        return self._events
 
     def keys_of(self, ids: np.ndarray) -> np.ndarray:
         """[P] user ids -> the int64 that stand for them here; -1 for a string that is not here (an integer id stands
         for itself)."""
-        if not self.arena.schema.string_keys:
+        if not self.schema.string_keys:
             return ids
-        slots = self.arena.slots
+        slots = self._events.load().slots
         return np.fromiter((slots.get(text, -1) for text in ids), np.int64, len(ids))
 
     def words(self, name: str) -> np.ndarray:
@@ -214,10 +301,6 @@ class Tail:
                 return Index(runs)
             runs[level] = EMPTY_RUN
         raise CorruptFile("more events than 2**62")  # cannot be reached
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in (*self.columns.values(), *self.valid.values()))
 
 
 def erased(code: int) -> str:

@@ -21,6 +21,7 @@ from semel.history.locking import WriterLock
 from semel.history.log import SegmentWriter
 from semel.history.manifest import Segment, segment_path
 from semel.history.positions import Tokens, step_of
+from semel.history.ranges import LogRange
 from semel.history.records import AppendedRows, describe, versions_of
 from semel.history.schema import check_events
 
@@ -126,7 +127,7 @@ class Writer:
         appends = [AppendedRows(view.version + 1 + i, append.rows, append.token) for i, append in enumerate(group)]
         batch, dictionaries = self._encode(group)
         with self.writing("an append"):
-            self._log(batch, describe(appends, dictionaries))
+            start = self._log(batch, describe(appends, dictionaries))
             for name, added in dictionaries.items():
                 view.dictionaries.extend(name, added["start"], added["values"], self._segment.path)
             versions = appends[0].version if len(appends) == 1 else versions_of(appends)
@@ -134,7 +135,9 @@ class Writer:
                 append.version = appended.version
                 if append.token is not None:
                     self.tokens.add(append.token, appended.version)
-            self.follower.view = replace(view, tail=view.tail.append(batch, versions), version=appends[-1].version)
+            place = LogRange(self._segment.path, start, self._segment.size, batch.num_rows, appends[0].version,
+                             appends[-1].version)
+            self.follower.view = replace(view, tail=view.tail.append(batch, versions, place), version=place.last)
 
     def delete(self, users: np.ndarray, of: np.ndarray | None, events: pa.RecordBatch | None) -> int:
         """See ``HistoryStore.delete``: all events of ``users`` (different ids, sorted), or of them those that
@@ -153,13 +156,15 @@ class Writer:
                 self.follower.view = replace(view, deletions=view.deletions.add(deletion), version=deletion.version)
             return deletion.version
 
-    def _log(self, batch: pa.RecordBatch, metadata: dict[str, Any]) -> None:
-        """One record, durable on return."""
+    def _log(self, batch: pa.RecordBatch | pa.Table, metadata: dict[str, Any]) -> int:
+        """One record, durable on return; the byte of the segment where it begins."""
         if self._segment.size > SEGMENT_BYTES:
             self._roll()
+        start = self._segment.size
         self._segment.append(batch, metadata)
         self.lock.check()  # a writer that took over before this moment has not read the record, or may not have
         self.lock.mark(self.follower.manifest.active, self._segment.size)
+        return start
 
     def _encode(self, group: Sequence[Append]) -> tuple[pa.RecordBatch, dict[str, Any]]:
         """The rows of all as they are stored, and the strings that dictionaries must grow by for them. Changes
