@@ -13,6 +13,9 @@ def compact(
     store: Annotated[Path, typer.Argument(help="The folder of the store.")],
     codec: Annotated[str, typer.Option(help="packed: small; plain: larger, a little faster to read.")] = "packed",
     retention: Annotated[str | None, typer.Option(help="How old events may be, e.g. 90d; older ones go.")] = None,
+    engine: Annotated[str, typer.Option(help="local: threads here; ray: a Ray cluster (semel[ray]).")] = "local",
+    workers: Annotated[int, typer.Option(help="Shards written at a time.")] = 2,
+    memory_limit: Annotated[str, typer.Option(help="What it may allocate; the rest goes through a file.")] = "1GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Rewrite a store for reading: what is in the log joins its user's other events."""
@@ -27,8 +30,8 @@ def compact(
                 continue
             with HistoryStore.open(path, mode="a") as handle:
                 moved = handle.stats()["events"]["log"]
-                handle.compact(codec=codec, progress=partial(progress, f"compact {name}"),  # type: ignore[arg-type]
-                               retention=retention if name == "events" else None)  # it checks the codec
+                handle.compact(engine, workers, memory_limit, codec=codec,  # type: ignore[arg-type]  # it checks
+                               progress=partial(progress, f"compact {name}"))
                 stats[name] = {"moved": moved, **handle.stats()}
     if as_json:
         output.print_json(stats)
