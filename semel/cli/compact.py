@@ -31,6 +31,7 @@ def compact(
             with HistoryStore.open(path, mode="a") as handle:
                 moved = handle.stats()["events"]["log"]
                 handle.compact(engine, workers, memory_limit, codec=codec,  # type: ignore[arg-type]  # it checks
+                               retention=retention if name == "events" else None,
                                progress=partial(progress, f"compact {name}"))
                 stats[name] = {"moved": moved, **handle.stats()}
     if as_json:

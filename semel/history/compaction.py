@@ -3,19 +3,22 @@ column. ``engines`` does it for all shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from semel.history import gather, grouping
 from semel.history.backfill import AddedColumn
-from semel.history.generation import NO_VALIDITY, Codec, Shard, WrittenShard, write_shard
+from semel.history.generation import NO_VALIDITY, Codec, Shard, WrittenShard, piece_rows, write_shard
 from semel.history.schema import EventSchema
 from semel.history.scrubbing import Scrubbing
 from semel.history.tail import bits, frozen
+
+if TYPE_CHECKING:
+    from semel.history.packing import Packed
 
 _NONE = frozen(np.empty(0, np.int64))
 
@@ -85,20 +88,62 @@ def merge_bucket(old_users: np.ndarray | list[bytes], old_offsets: np.ndarray, o
     return Bucket(users, offsets, refs)
 
 
-def take(refs: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """The rows that ``refs`` name, of a column's old and new values."""
+def take(refs: np.ndarray, old: np.ndarray, new: np.ndarray, first: int = 0) -> np.ndarray:
+    """The rows that ``refs`` name, of a column's old values, from row ``first`` on, and its new ones."""
     out = np.empty((len(refs), *old.shape[1:]), old.dtype)
-    gather.take_rows(refs, int(np.prod(old.shape[1:])), bits(old), bits(new), bits(out))
+    grouping.take_rows(refs, first, int(np.prod(old.shape[1:])), bits(old), bits(new), bits(out))
     return out
 
 
-def validity(refs: np.ndarray, old: np.ndarray, rows: int, new: np.ndarray) -> np.ndarray:
-    """``take`` for validity, where an empty array means that nothing is null."""
-    if not len(old) and not len(new):
-        return NO_VALIDITY
-    old = old if len(old) else frozen(np.ones(rows, bool))
-    new = new if len(new) else frozen(np.ones(int((-refs).max(initial=0)), bool))
-    return take(refs, old, new)
+class _Columns:
+    """What becomes of a shard's columns in the order of ``refs``."""
+
+    def __init__(self, old: Shard, new: NewRows, refs: np.ndarray) -> None:
+        self._old, self._new, self._refs = old, new, refs
+
+    def pieces(self, name: str) -> Iterator[np.ndarray]:
+        """The values, a few thousand rows at a time: held are the new ones, and of the old ones those of a piece,
+        which lie together since merging leaves their order alone."""
+        new = self._new.column(name)
+        column = self._old.column(name) if self._old.rows else new
+        step = piece_rows(new.shape[1:])
+        for at in range(0, len(self._refs), step):
+            refs = self._refs[at : at + step]
+            old = refs[refs >= 0]
+            first, stop = (int(old[0]), int(old[-1]) + 1) if len(old) else (0, 0)
+            yield take(refs, _rows(column, first, stop, new), new, first)
+
+    def whole(self, name: str) -> np.ndarray:
+        """The values."""
+        new = self._new.column(name)
+        return take(self._refs, self._old.values(name) if self._old.rows else new[:0], new)
+
+    def values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The values, and their validity."""
+        return self.whole(name), self.validity(name)
+
+    def codes(self, name: str) -> list[int]:
+        """The different codes of a dictionary column."""
+        values, valid = self.values(name)
+        return np.unique(values[valid] if len(valid) else values).tolist()
+
+    def validity(self, name: str) -> np.ndarray:
+        """[rows] bool, or empty where nothing is null."""
+        old, new = self._old.validity(name) if self._old.rows else NO_VALIDITY, self._new.validity(name)
+        if not len(old) and not len(new):
+            return NO_VALIDITY
+        return take(self._refs, old if len(old) else frozen(np.ones(self._old.rows, bool)),
+                    new if len(new) else frozen(np.ones(self._new.rows, bool)))
+
+
+def _rows(column: np.ndarray | Packed, first: int, stop: int, like: np.ndarray) -> np.ndarray:
+    """Rows ``first`` to ``stop`` of a column that holds rows like those of ``like``."""
+    if isinstance(column, np.ndarray):
+        return column[first:stop]
+    out = np.empty((stop - first, *like.shape[1:]), like.dtype)
+    width = int(np.prod(like.shape[1:]))
+    grouping.copy_values(column, first * width, (stop - first) * width, bits(out))
+    return frozen(out)
 
 
 @dataclass(frozen=True)
@@ -122,34 +167,28 @@ def compact_shard(folder: Path, schema: EventSchema, codec: Codec, old: Shard, n
         old_offsets, old_times = old.offsets, old.values("event_time")
     bucket = merge_bucket(old_users, old_offsets, old_times, *new.users(), new.column("event_time"))
     del old_times
-
-    def both(name: str) -> tuple[np.ndarray, np.ndarray]:
-        values = new.column(name)
-        return old.values(name) if old.rows else values[:0], values
-
-    versions = take(bucket.refs, *both("version"))
-
-    def column(name: str) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
-        return lambda: (take(bucket.refs, *both(name)),
-                        validity(bucket.refs, old.validity(name) if old.rows else NO_VALIDITY, old.rows,
-                                 new.validity(name)))
-
+    columns = _Columns(old, new, bucket.refs)
+    times, versions = columns.whole("event_time"), columns.whole("version")
     scrubbing, added, expired = change.scrubbing, change.added, None
     if scrubbing:
-        keep, expired = scrubbing.keep(bucket.users, bucket.offsets, column("event_time")()[0], versions,
-                                       lambda name: column(name)())
+        keep, expired = scrubbing.keep(bucket.users, bucket.offsets, times, versions, columns.values)
         if not keep.all():
-            bucket, versions = bucket.only(keep), versions[keep]
+            bucket, times, versions = bucket.only(keep), times[keep], versions[keep]
+            columns = _Columns(old, new, bucket.refs)
     written = WrittenShard(old.index)
     if len(bucket.refs):
-        first, last = np.empty(len(bucket.users), np.int64), np.empty(len(bucket.users), np.int64)
-        gather.version_range(bucket.offsets, versions, first, last)
-        columns = {name: column(name) for name in ("event_time", *schema.layout)}
-        if added is not None:
-            schema = schema.with_column(added.column.name, added.column.type, 0)
-            columns[added.column.name] = lambda: added.values(bucket.users, bucket.offsets, lambda name: column(name)())
-        written = write_shard(folder, schema, codec, old.index, bucket.users, bucket.offsets, first, last,
-                              {"version": lambda: (versions, NO_VALIDITY), **columns})
+        new_schema = schema if added is None else schema.with_column(added.column.name, added.column.type, 0)
+
+        def column(name: str) -> tuple[Iterable[np.ndarray], np.ndarray]:
+            if added is None or name != added.column.name:
+                return columns.pieces(name), columns.validity(name)
+            values, valid = added.values(bucket.users, bucket.offsets, columns.values)
+            return [values], valid
+
+        written = write_shard(folder, new_schema, codec, old.index, bucket.users, bucket.offsets, times, versions,
+                              column)
+        if len(scrubbing.forget):
+            written = replace(written, codes={name: columns.codes(name) for name in schema.dictionaries})
     if expired is None:
         return written
     return replace(written, expired=(expired.users.tolist(), expired.first.tolist(), expired.time.tolist()))

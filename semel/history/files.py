@@ -41,29 +41,41 @@ HEADER_BYTES = 64
 
 def write_array(path: Path, array: np.ndarray) -> dict[str, int]:
     """Write ``array`` (C order; first axis = rows) to ``path``, not yet durable; what the manifest keeps of it."""
-    array = np.ascontiguousarray(array)
-    return _write(path, CODEC_PLAIN, array, memoryview(array.reshape(-1).view(np.uint8).data if array.size else b""))
+    return write_pieces(path, [array], len(array), array.dtype, array.shape[1:])
 
 
-def write_packed(path: Path, array: np.ndarray) -> dict[str, int]:
-    """``write_array`` with the values packed in blocks (``semel.history.packing``)."""
-    from semel.history.packing import pack
+def write_pieces(path: Path, pieces: Iterable[np.ndarray], rows: int, dtype: np.dtype, shape: tuple[int, ...],
+                 packed: bool = False) -> dict[str, int]:
+    """``write_array`` of [rows, *shape] values that come piece by piece; ``packed``: in blocks, of which each piece but
+    the last has whole ones (``semel.history.packing``)."""
+    if packed:
+        from semel.history.packing import pack_pieces
 
-    array = np.ascontiguousarray(array)
-    return _write(path, CODEC_PACKED, array, memoryview(pack(array).data))
-
-
-def _write(path: Path, codec: int, array: np.ndarray, data: memoryview) -> dict[str, int]:
-    blocks = np.array([zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], "<u4")
-    footer = bytes(-len(data) % 8) + blocks.tobytes()
-    head = _HEADER.pack(MAGIC, FORMAT, codec, _row_bytes(array.dtype, array.shape[1:]), len(array), len(data),
-                        BLOCK_BYTES, zlib.crc32(footer), 0)
-    seal = zlib.crc32(head)
+        pieces = pack_pieces(pieces)
+    checksums: list[int] = []
+    size = crc = 0
     with open(path, "xb") as file:
-        file.write(head + struct.pack("<I", seal))
-        file.write(data)
+        file.write(bytes(HEADER_BYTES))
+        for piece in pieces:
+            data = memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data if piece.size else b"")
+            file.write(data)
+            while data:
+                part = data[: BLOCK_BYTES - size % BLOCK_BYTES]
+                crc, size, data = zlib.crc32(part, crc), size + len(part), data[len(part) :]
+                if size % BLOCK_BYTES == 0:
+                    checksums.append(crc)
+                    crc = 0
+        if size % BLOCK_BYTES:
+            checksums.append(crc)
+        footer = bytes(-size % 8) + np.array(checksums, "<u4").tobytes()
         file.write(footer)
-    return {"bytes": HEADER_BYTES + len(data) + len(footer), "seal": seal}
+        codec = CODEC_PACKED if packed else CODEC_PLAIN
+        head = _HEADER.pack(MAGIC, FORMAT, codec, _row_bytes(dtype, shape), rows, size, BLOCK_BYTES, zlib.crc32(footer),
+                            0)
+        seal = zlib.crc32(head)
+        file.seek(0)
+        file.write(head + struct.pack("<I", seal))
+    return {"bytes": HEADER_BYTES + size + len(footer), "seal": seal}
 
 
 def _row_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:

@@ -357,17 +357,6 @@ def merge_bucket(old_row, old_offsets, old_times, new_row, new_offsets, new_orde
 
 
 @kernel
-def take_rows(refs, width, old_values, new_values, out):
-    """Rows of ``width`` values each, flat."""
-    for i in range(len(refs)):
-        for k in range(width):
-            if refs[i] >= 0:
-                out[i * width + k] = old_values[refs[i] * width + k]
-            else:
-                out[i * width + k] = new_values[~refs[i] * width + k]
-
-
-@kernel
 def version_range(offsets, versions, first, last):
     """The lowest and highest version of each user."""
     for u in range(len(offsets) - 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from semel.history.files import (
     split_strings,
     sync_files,
     write_array,
-    write_packed,
+    write_pieces,
     write_strings,
 )
 from semel.history.marks import NEVER, Marks
@@ -38,6 +38,8 @@ FORMAT = 1
 NAME = "generation.json"
 NO_VALIDITY = np.empty(0, bool)
 NO_VALIDITY.flags.writeable = False
+PIECE_VALUES = 1 << 16
+"""Of a column that is written: with all that is made of them they stay in the processor's cache."""
 _TIMES = {"event_time": np.int64, "version": np.int64}
 
 
@@ -252,8 +254,8 @@ def shard_file(index: int, name: str) -> str:
 @dataclass(frozen=True)
 class WrittenShard:
     """What ``generation.json`` says of a shard; ``files`` in the order in which they were written. ``oldest``: its
-    lowest ``event_time``; ``codes``: those in use, by dictionary column; ``expired``: the users, lowest versions and
-    lowest times of what retention took. All as JSON has them."""
+    lowest ``event_time``; ``codes``: those in use, by dictionary column, where that was asked for; ``expired``: the
+    users, lowest versions and lowest times of what retention took. All as JSON has them."""
 
     index: int
     rows: int = 0
@@ -274,9 +276,16 @@ class FileWriter:
     def array(self, file: str, array: np.ndarray) -> None:
         self.files[file] = write_array(self.folder / file, array)
 
-    def column(self, file: str, values: np.ndarray) -> None:
-        write = write_packed if self.codec == "packed" else write_array
-        self.files[file] = write(self.folder / file, values)
+    def column(self, file: str, pieces: Iterable[np.ndarray], rows: int, dtype: np.dtype, shape: tuple[int, ...] = (),
+               ) -> None:
+        """[rows, *shape] values, piece by piece; see ``whole`` and ``piece_rows``."""
+        self.files[file] = write_pieces(self.folder / file, pieces, rows, dtype, shape, self.codec == "packed")
+
+    def whole(self, file: str, values: np.ndarray) -> None:
+        """A column that is in memory."""
+        step = piece_rows(values.shape[1:])
+        self.column(file, (values[at : at + step] for at in range(0, len(values), step)), len(values), values.dtype,
+                    values.shape[1:])
 
     def strings(self, name: str, values: list[bytes]) -> None:
         parent = Path(name).parent
@@ -295,32 +304,38 @@ class FileWriter:
             self.array(f"{name}.version", marks.until)
 
 
+def piece_rows(shape: tuple[int, ...]) -> int:
+    """How many rows of a column are taken, packed and written at a time: whole blocks of any codec."""
+    return max(PIECE_VALUES // int(np.prod(shape, dtype=np.int64)) // 128, 1) * 128
+
+
 def write_shard(folder: Path, schema: EventSchema, codec: Codec, index: int, users: np.ndarray | list[bytes],
-                offsets: np.ndarray, first: np.ndarray, last: np.ndarray,
-                columns: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]) -> WrittenShard:
-    """Write one shard's files into a generation's folder. ``columns[name]()`` makes (values, validity or empty), so
-    that one column is in memory."""
+                offsets: np.ndarray, times: np.ndarray, versions: np.ndarray,
+                columns: Callable[[str], tuple[Iterable[np.ndarray], np.ndarray]]) -> WrittenShard:
+    """Write one shard's files into a generation's folder. ``columns(name)``: (pieces of a column's values, its validity
+    or empty), so that no column need be in memory."""
+    from semel.history.gather import version_range
+
     (folder / shard_file(index, "")).mkdir()
-    writer = FileWriter(folder, codec)
+    writer, rows = FileWriter(folder, codec), len(times)
     if isinstance(users, list):
         writer.strings(shard_file(index, "users"), users)
     else:
         writer.array(shard_file(index, "users"), users)
-    for name, array in {"offsets": offsets, "first_version": first, "last_version": last}.items():
-        writer.array(shard_file(index, name), array)
-    files = {name: f"column-{i:03d}" for i, name in enumerate(schema.layout)}
-    oldest, codes = NEVER, {}
-    for name, make in columns.items():
-        values, valid = make()
-        if name == "event_time":
-            oldest = int(values.min())
-        elif name in schema.dictionaries:
-            codes[name] = np.flatnonzero(np.bincount(values[valid] if len(valid) else values)).tolist()
-        writer.column(shard_file(index, files.get(name, name)), values)
+    writer.array(shard_file(index, "offsets"), offsets)
+    first, last = np.empty(len(users), np.int64), np.empty(len(users), np.int64)
+    version_range(offsets, versions, first, last)
+    writer.array(shard_file(index, "first_version"), first)
+    writer.array(shard_file(index, "last_version"), last)
+    writer.whole(shard_file(index, "version"), versions)
+    writer.whole(shard_file(index, "event_time"), times)
+    for i, (name, column) in enumerate(schema.layout.items()):
+        pieces, valid = columns(name)
+        writer.column(shard_file(index, f"column-{i:03d}"), pieces, rows, column.dtype, column.shape)
         if len(valid) and not valid.all():
-            writer.column(shard_file(index, f"{files[name]}.valid"), valid)
-        del values, valid
-    return WrittenShard(index, int(offsets[-1]), len(users), writer.files, oldest, codes)
+            writer.whole(shard_file(index, f"column-{i:03d}.valid"), valid)
+        del pieces, valid
+    return WrittenShard(index, rows, len(users), writer.files, int(times.min()))
 
 
 def finish_generation(folder: Path, schema: EventSchema, codec: Codec, shards: list[WrittenShard],

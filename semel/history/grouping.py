@@ -1,5 +1,5 @@
-"""The compiled loops of a compaction's sorting: rows by shard, rows by user. Linear in the rows, except where a user's
-events did not arrive in order."""
+"""The compiled loops of a compaction: rows by shard, rows by user, then their values in that order. Linear in the rows,
+except where a user's events did not arrive in order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 
 from semel.history.gather import mix
 from semel.history.kernels import kernel
+from semel.history.packing import copy_range
 
 _32 = np.uint64(32)
 
@@ -86,3 +87,20 @@ def order_rows(codes, offsets, number, times, order):
                 rows = order[a:b].copy()
                 order[a:b] = rows[np.argsort(times[rows], kind="mergesort")]  # stable
                 break
+
+
+@kernel
+def take_rows(refs, first, width, old_values, new_values, out):
+    """The rows that ``refs`` name, of ``width`` values each, flat; ``old_values`` begin with row ``first``."""
+    for i in range(len(refs)):
+        for k in range(width):
+            if refs[i] >= 0:
+                out[i * width + k] = old_values[(refs[i] - first) * width + k]
+            else:
+                out[i * width + k] = new_values[~refs[i] * width + k]
+
+
+@kernel
+def copy_values(column, first, count, out):
+    """Values ``first`` to ``first + count`` of a column, plain or packed."""
+    copy_range(column, first, count, out, 0)

@@ -11,6 +11,7 @@ Kernels take a column as it lies in memory: a plain array, or the tuple (words, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numba
@@ -46,6 +47,24 @@ def pack(values: np.ndarray) -> np.ndarray:
     out = np.zeros(_words_before_directory(int(starts[-1])), np.uint64)
     _write(words, base, scale, width, starts, out, out.view(np.uint8))
     return np.concatenate([out.view(np.uint8), starts.astype("<u4").view(np.uint8)])
+
+
+def pack_pieces(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The payload that ``pack`` makes of all pieces together, part by part. Each piece but the last one has a multiple
+    of BLOCK values."""
+    end = 0
+    starts = [np.zeros(1, "<u4")]
+    for piece in pieces:
+        payload = pack(piece)
+        directory = payload[len(payload) - 4 * (-(-piece.size // BLOCK) + 1) :].view("<u4")
+        size = int(directory[-1])
+        if end + size >= 1 << 32:
+            raise ValueError("a shard's column packs to more than 4 GiB: create the store with more shards")
+        starts.append(directory[1:] + np.uint32(end))
+        end += size
+        yield payload[:size]
+    yield np.zeros(8 * _words_before_directory(end) - end, np.uint8)
+    yield np.concatenate(starts).view(np.uint8)
 
 
 def view_packed(payload: np.ndarray, values: int) -> Packed:

@@ -22,13 +22,15 @@ from semel.history import grouping
 from semel.history.compaction import packed, shards_of
 from semel.history.errors import StoreError
 from semel.history.files import split_strings
-from semel.history.generation import NO_VALIDITY, Codec, Shard
+from semel.history.generation import NO_VALIDITY, Shard, piece_rows
 from semel.history.schema import EventSchema
 from semel.history.tail import Arena, bits, frozen
 
 IN_MEMORY, CHUNK = 4, 16  # this part of the limit may hold chunks, and this part is the size of one
 LEAST_ROWS = 64  # of a chunk, however small the limit
-_SORTING = 36  # bytes a row: its code, key, time, place in the order, reference
+_A_ROW = 36  # bytes a row, while sorting: its code, key, time, place in the order, reference
+_KEPT = 26  # of them while columns are written: reference, time, version, validity
+_PACKING = 48  # bytes a value of a piece: before, after, as a 64-bit number, packed
 _STRING = 300  # bytes a user: its name as an object, in lists and tables
 
 
@@ -272,16 +274,15 @@ def width(schema: EventSchema) -> list[int]:
     return [column.dtype.itemsize * int(np.prod(column.shape)) + 1 for column in schema.layout.values()]
 
 
-def check_fits(old: Shard, new: ShardRows, codec: Codec, free: int) -> int:
+def check_fits(old: Shard, new: ShardRows, free: int) -> int:
     """About how many bytes ``compaction.compact_shard`` allocates at a time. Raises StoreError for more than ``free``
     ones."""
-    a_row = _SORTING
+    widest = pieces = 0
     for column in new.schema.layout.values():
         values = int(np.prod(column.shape))
-        narrow = codec == "packed" and column.dtype.itemsize < 8
-        # References and versions; the column before, after, and as written; its values as 64-bit numbers.
-        a_row = max(a_row, 16 + 3 * values * column.dtype.itemsize + (8 * values if narrow else 0))
-    need = (old.rows + new.rows) * a_row + old.nbytes
+        widest = max(widest, values * column.dtype.itemsize)
+        pieces = max(pieces, values * min(old.rows + new.rows, piece_rows(column.shape)))
+    need = old.rows * _A_ROW + new.rows * max(_A_ROW, _KEPT + widest) + pieces * _PACKING + old.nbytes
     if new.schema.string_keys:
         need += _STRING * (old.user_count + sum(chunk.name_sizes.rows(new.shard) for chunk in new.chunks
                                                 if chunk.name_sizes is not None))

@@ -86,7 +86,7 @@ class Work:
         shutil.rmtree(self.building / shard_file(index, ""), ignore_errors=True)  # of an attempt that broke off
         old = Shard(Generation(self.folder, self.number, self.schema, self.shards, self.seal), index)
         new = ShardRows(self.schema, index, chunks)
-        check_fits(old, new, self.codec, self.limit)
+        check_fits(old, new, self.limit)
         written = compact_shard(self.building, self.schema, self.codec, old, new, self.change)
         sync_files(self.building / file for file in written.files)  # by the machine that wrote them
         return pa.table({"written": [json.dumps(asdict(written))]})
