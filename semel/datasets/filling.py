@@ -29,7 +29,7 @@ from semel.history.locking import WriterLock
 JOURNAL = "ingested.json"
 JOURNAL_FORMAT = 1
 COMPACT_EVENTS = 32_000_000
-"""A writer holds what is in the log in memory, some fifty bytes an event; more is compacted on the way."""
+"""The log takes some fifty bytes an event, on the disk and of whoever reads it; more is compacted on the way."""
 
 
 @dataclass(frozen=True)
