@@ -147,7 +147,7 @@ class KafkaTopic:
         self._looked = time.monotonic()
         try:
             new = [partition for partition in self._look()[1] if partition not in self.next]
-        except ConnectionError as error:  # it will come back
+        except (ConnectionError, ValueError) as error:  # it will come back; if not, the messages say so
             log.warning("%s", error)
             return
         if new:

@@ -6,11 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from semel.datasets import EventColumns, ingest_files, ingest_kafka
+from semel.datasets import EventColumns, ingest_files, ingest_kafka, kafka_ingestion
 from semel.history import EventSchema, HistoryStore, PositionMoved, Projection, StoreLocked
 
 pytest.importorskip("confluent_kafka", reason="needs the client of the extra semel[kafka]")
@@ -124,6 +127,33 @@ def test_an_empty_topic_makes_nothing_and_is_no_error(broker, topic, tmp_path):
     broker.make(topic)
     report = take(broker, topic, tmp_path / "store")
     assert report.messages == 0 and not (tmp_path / "store").exists() and "no store was made" in report.notes[-1]
+
+
+@settings(max_examples=12, deadline=None)
+@given(runs=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(1, 4)), max_size=6),
+       bad=st.integers(2, 9), compact=st.integers(5, 40))
+def test_however_it_is_cut_into_runs_and_batches(broker, tmp_path_factory, runs, bad, compact):
+    """Each run finds some more messages, takes so many at a time and is stopped after so many appends."""
+    store, topic, sent = tmp_path_factory.mktemp("runs") / "store", f"runs-{uuid.uuid4()}", 0
+    broker.make(topic)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kafka_ingestion, "COMPACT_EVENTS", compact)
+        for count, batch, appends in [*runs, (5, 100, 100)]:
+            values = [b"?" if i % bad == 0 else event(i % 3, i, 1000) for i in range(sent, sent + count)]
+            for i, value in enumerate(values, sent):
+                broker.send(topic, value, partition=i % 3)
+            sent += count
+            stop, made = threading.Event(), []
+
+            def progress(what, done, total, stop=stop, made=made, appends=appends):
+                made.append(what)
+                if made.count("append events") == appends:
+                    stop.set()
+
+            take(broker, topic, store, batch=batch, on_bad="skip", stop=stop, progress=progress)
+    expected = {user: [i for i in range(user, sent, 3) if i % bad] for user in range(3)}
+    found = items(store) if store.exists() else {}
+    assert found == {user: wanted for user, wanted in expected.items() if wanted}
 
 
 # Bad messages
@@ -271,12 +301,17 @@ def test_offsets_are_committed_for_monitors_and_not_read(broker, topic, tmp_path
 
 # Killed
 
-COMMAND = [sys.executable, "-m", "semel.cli", "ingest"]
+COMMAND = """
+import semel.datasets.kafka_ingestion
+semel.datasets.kafka_ingestion.COMPACT_EVENTS = 40
+from semel.cli import main
+main()
+"""
 
 
 def kill_and_restart(broker, topic, store, kills, chance):
-    """Messages arrive while the command is killed again and again; at the end every event is there once, those of a
-    partition in order."""
+    """Messages arrive while the command, which compacts now and then, is killed again and again; at the end every event
+    is there once, those of a partition in order."""
     sent = 0
 
     def send(count):
@@ -286,11 +321,14 @@ def kill_and_restart(broker, topic, store, kills, chance):
         sent += count
 
     send(50)
-    command = [*COMMAND, broker.url(topic), "--store", str(store), "--batch", "7", "--linger", "0.02"]
+    command = [sys.executable, "-c", COMMAND, "ingest", broker.url(topic), "--store", str(store), "--batch", "7",
+               "--linger", "0.02"]
     for _ in range(kills):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             before, deadline = version(store), time.monotonic() + 60
+            if chance.random() < 0.2:  # at any moment of its start, the making of the store included
+                deadline = time.monotonic() + 3 * chance.random()
             while version(store) <= before and process.poll() is None and time.monotonic() < deadline:
                 send(1)
                 time.sleep(0.02)
