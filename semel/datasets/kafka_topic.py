@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 SCHEME = "kafka://"
 REFRESH_SECONDS = 30.0  # how often a look is taken for partitions that were added
 _POLL_SECONDS = 0.2
+_MOST = 100_000  # messages of one poll; the client takes no more than a million
+_ANEW = "it was made anew; ingest a topic of another name, or into another store"
 _OURS = ("bootstrap.servers", "group.id", "enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset",
          "enable.partition.eof")
 
@@ -79,8 +81,11 @@ class KafkaTopic:
         now. Raises ValueError where the messages that come next are gone from the broker (unless ``skip_lost``: then
         ``lost`` counts their offsets), or never were there."""
         self._skip_lost = skip_lost
+        gone = sorted(set(offsets) - set(self._partitions))
+        if gone:
+            raise ValueError(f"{self.topic} has no partition {gone[0]}, and the store has messages of it: {_ANEW}")
         ends = {}
-        for partition in sorted({*self._partitions, *offsets}):
+        for partition in self._partitions:
             self.next[partition], ends[partition] = self._from(partition, offsets.get(partition))
         self._assign()
         self._started = True
@@ -100,7 +105,7 @@ class KafkaTopic:
                 break
             if not out and time.monotonic() - self._looked > REFRESH_SECONDS:
                 self._add_partitions()
-            for message in self._consumer.consume(most - len(out), wait):
+            for message in self._consumer.consume(min(most - len(out), _MOST), wait):
                 error = message.error()
                 if error is not None:
                     self._on_error(message.partition(), message.offset(), error)
@@ -168,8 +173,7 @@ class KafkaTopic:
             return low, high
         if offset > high:
             raise ValueError(f"{self.topic}, partition {partition}, ends at offset {high}, and the store has its "
-                             f"messages up to {offset}: it was made anew; ingest a topic of another name, or "
-                             "into another store")
+                             f"messages up to {offset}: {_ANEW}")
         if offset < low:
             if not self._skip_lost:
                 raise ValueError(f"{self.topic}, partition {partition}: the broker has messages from offset {low} on; "

@@ -283,6 +283,11 @@ def test_a_topic_that_was_made_anew(broker, topic, tmp_path):
             handle.append(handle.schema.arrow.empty_table(), token=position.then({"0": 60}))
     with pytest.raises(ValueError, match=r"partition 0, ends at offset 1, .*up to 50: it was made anew"):
         take(broker, topic, tmp_path / "store")
+    with HistoryStore.open(tmp_path / "store", mode="a") as handle:
+        position = handle.position(f"kafka:{broker.cluster}/{topic}")
+        handle.append(handle.schema.arrow.empty_table(), token=position.then({"7": 1}))
+    with pytest.raises(ValueError, match=r"no partition 7.* made anew"):
+        take(broker, topic, tmp_path / "store")
 
 
 def test_offsets_are_committed_for_monitors_and_not_read(broker, topic, tmp_path):
