@@ -13,7 +13,7 @@ _HOME = {
     "FatRowColumns": "fat_rows", "FatTable": "fat_rows", "open_fat_rows": "fat_rows",
     "RecoveryReport": "recovery", "ingest_fat_rows": "recovery", "recover": "recovery",
     "ShadowReport": "shadow", "compare_fat_rows": "shadow",
-    "RequestLoader": "loader",
+    "RequestLoader": "loader", "WithheldHistory": "loader",
     "Histories": "shared_reads", "ReadCounters": "shared_reads", "read_histories": "shared_reads",
     "SequenceSet": "sequences", "leave_one_out": "sequences", "sequences_before": "sequences",
     "take_events": "sequences",
@@ -27,7 +27,7 @@ _HOME = {
 __all__ = [
     "EXPOSURE_SCHEMA", "OUTCOME_SCHEMA", "RATING_LABELS", "SHOWN", "ExampleSet", "ExposureLog", "FatRowColumns",
     "FatTable", "Histories", "JoinReport", "Label", "OutcomeLog", "ReadCounters", "RecoveryReport", "RequestLoader",
-    "SequenceSet", "ShadowReport", "build_examples", "compare_fat_rows", "concat_rows", "context_columns",
+    "SequenceSet", "ShadowReport", "WithheldHistory", "build_examples", "compare_fat_rows", "concat_rows", "context_columns",
     "context_value", "exposure_rows", "exposure_schema", "history_checksum", "history_tensors", "ingest_fat_rows",
     "join", "leave_one_out", "materialize", "open_examples", "open_fat_rows", "outcome_schema", "read_ahead",
     "read_histories", "read_rows", "recover", "rows_from_table", "rows_to_table", "sequences_before", "sessions",
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from semel.examples.context import context_columns, context_value
     from semel.examples.exposures import EXPOSURE_SCHEMA, OUTCOME_SCHEMA, SHOWN, exposure_schema, outcome_schema
     from semel.examples.fat_rows import FatRowColumns, FatTable, open_fat_rows
-    from semel.examples.loader import RequestLoader
+    from semel.examples.loader import RequestLoader, WithheldHistory
     from semel.examples.logs import ExposureLog, OutcomeLog
     from semel.examples.materialization import history_tensors, materialize, read_ahead
     from semel.examples.outcome_join import JoinReport, exposure_rows, join

@@ -7,12 +7,13 @@ for any world size, and every rank makes the same number of steps (with few requ
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +24,7 @@ from semel.examples.order import full_order, token_cuts, window_order
 from semel.examples.prefetch import pipeline
 from semel.examples.row_files import RowFiles
 from semel.examples.rows import rows_from_table
-from semel.examples.shared_reads import Histories, ReadCounters
+from semel.examples.shared_reads import Histories, ReadCounters, is_withheld
 from semel.features import FeatureSpec
 from semel.history import HistoryStore, Projection
 
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
 _ALL = 1 << 62
 
 Shuffle: TypeAlias = Literal["window", "full"] | bool | None
+Withheld: TypeAlias = Literal["keep", "drop", "fail"]
+
+
+class WithheldHistory(ValueError):
+    """A request may have seen events that a deletion or retention has taken since."""
 
 
 class RequestLoader:
@@ -50,6 +56,10 @@ class RequestLoader:
     serves them all; "full" (or True) is any order; None (or False) that of the examples. Whatever the order, requests
     of one user in a batch share reads, and get what they would get alone.
 
+    ``withheld``: what becomes of a request from whose history a deletion or retention may have taken events: "keep"
+    trains on what is left, "drop" on none of its candidates (their labels are masked; the batch keeps its shape), "fail"
+    raises WithheldHistory. ``counters.withheld`` counts them.
+
     ``workers`` threads read the next batches while as many materialize, 0 does both in the consumer's own.
     ``wait_seconds``: how long the consumer has waited for batches so far; a trainer that starves sees it grow.
     ``counters``: what the batches that it got took to read. ``len()``: batches of the current epoch.
@@ -62,7 +72,7 @@ class RequestLoader:
         self, examples: Examples, store: HistoryStore, projection: Projection | None = None, *, features: FeatureSpec,
         catalogue: HistoryStore | None = None, batch_requests: int = 64, batch_tokens: int | None = None,
         shuffle: Shuffle = "window", window: int = 65_536, together: int = 8, seed: int = 0, rank: int = 0,
-        world_size: int = 1, workers: int = 1,
+        world_size: int = 1, workers: int = 1, withheld: Withheld = "keep",
     ) -> None:
         for name, value, least in (("batch_requests", batch_requests, 1), ("batch_tokens", batch_tokens, 1),
                                    ("window", window, 1), ("together", together, 1), ("world_size", world_size, 1),
@@ -73,6 +83,9 @@ class RequestLoader:
             raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
         if shuffle not in ("window", "full", True, False, None):
             raise ValueError(f'shuffle must be "window", "full" or None, got {shuffle!r}')
+        if withheld not in get_args(Withheld):
+            raise ValueError(f'withheld must be "keep", "drop" or "fail", got {withheld!r}')
+        self.withheld = withheld
         self.store, self.catalogue, self.features, self.projection = store, catalogue, features, projection
         self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
         self.shuffle = "full" if shuffle is True else shuffle or None
@@ -151,7 +164,19 @@ class RequestLoader:
         rows, histories = read
         batch = materialize(rows, self.store, self.catalogue, self.features, projection=self.projection,
                             histories=histories)
+        if histories.counters.withheld and self.withheld != "keep":
+            batch = self._without(batch, is_withheld(histories.status))
         return batch, histories.counters
+
+    def _without(self, batch: RequestBatch, lost: np.ndarray) -> RequestBatch:
+        if self.withheld == "fail":
+            some = ", ".join(map(str, batch.request_id[lost][:5]))
+            raise WithheldHistory(f"{int(lost.sum())} requests of a batch may have seen events that were deleted or have "
+                                  f"expired since ({some} ...); build the examples anew, or load them with "
+                                  'withheld="drop"')
+        rows = batch.candidate_to_request()
+        keep = ~rows.new_tensor(lost).bool()[rows]
+        return dataclasses.replace(batch, label_mask={name: mask & keep for name, mask in batch.label_mask.items()})
 
     def _batches(self) -> list[np.ndarray]:
         """The global batches of the current epoch: index arrays into ``rows``."""

@@ -22,10 +22,12 @@ from semel.history import HistoryStore, Projection, Status
 _NO_LIMIT = 1 << 61  # as ``last``, with room to add to it
 _WORTH = 0.8  # share only where it leaves less than this share of the events to read: a cut costs a copy
 
+
 @dataclass
 class ReadCounters:
     """``pointers``: histories asked for; ``lookups``: ranges read from the store; ``events_read`` and
-    ``events_delivered``; their bytes in memory, columns that only decide a cut included."""
+    ``events_delivered``; their bytes in memory, columns that only decide a cut included; ``withheld``: histories from
+    which a deletion or retention may have taken events (status SCRUBBED or EXPIRED)."""
 
     pointers: int = 0
     lookups: int = 0
@@ -33,6 +35,7 @@ class ReadCounters:
     events_delivered: int = 0
     bytes_read: int = 0
     bytes_delivered: int = 0
+    withheld: int = 0
 
     @property
     def lookups_saved(self) -> int:
@@ -97,7 +100,8 @@ def read_histories(store: HistoryStore, pointers: Pointers, projection: Projecti
     groups = _groups(store, pointers, projection) if len(pointers) > 1 else None
     if groups is None:
         table = store.read(pointers, projection)
-        return Histories(table, None, None, _status(table), _counters([table], projection, table.lengths))
+        return Histories(table, None, None, _status(table), _counters([table], projection, table.lengths,
+                                                                      _status(table)))
     return _read_groups(store, pointers, projection, *groups)
 
 
@@ -166,19 +170,25 @@ def _read_groups(store: HistoryStore, pointers: Pointers, projection: Projection
         tables.append(table)
         starts[alone], lengths[alone], status[alone] = begin + table.offsets[:-1], table.lengths, _status(table)
     return Histories(_concatenate(tables, projection.columns), starts, lengths, status,
-                     _counters(tables, projection, lengths))
+                     _counters(tables, projection, lengths, status))
 
 
 def _status(table: JaggedTable) -> np.ndarray:
     return np.zeros(len(table), np.uint8) if table.status is None else table.status
 
 
-def _counters(tables: list[JaggedTable], projection: Projection, lengths: np.ndarray) -> ReadCounters:
+def is_withheld(status: np.ndarray) -> np.ndarray:
+    """[P] bool: whether a history may be shorter than what the request saw."""
+    return (status == Status.SCRUBBED) | (status == Status.EXPIRED)
+
+
+def _counters(tables: list[JaggedTable], projection: Projection, lengths: np.ndarray, status: np.ndarray,
+              ) -> ReadCounters:
     read, delivered = sum(int(table.offsets[-1]) for table in tables), int(lengths.sum())
     nbytes = sum(column.nbytes for table in tables for column in table.columns.values())
     wanted = sum(table.columns[name].nbytes for table in tables for name in projection.columns)
     return ReadCounters(len(lengths), sum(map(len, tables)), read, delivered, nbytes,
-                        delivered * (wanted // max(read, 1)))
+                        delivered * (wanted // max(read, 1)), int(is_withheld(status).sum()))
 
 
 def _concatenate(tables: list[JaggedTable], names: tuple[str, ...]) -> JaggedTable:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semel.batch import Jagged, Pointers, RequestRows, offsets_of
-from semel.examples import RequestLoader, rows_to_table
+from semel.examples import RequestLoader, WithheldHistory, rows_to_table
 from semel.examples.order import token_cuts
-from semel.features import FeatureSpec
+from semel.features import Feature, FeatureSpec, Task
 from semel.history import EventSchema, HistoryStore, Projection
 
 SPEC = FeatureSpec(history_last=4)
@@ -312,3 +312,28 @@ def test_a_loader_may_be_the_first_to_import_torch(store, tmp_path):
     result = subprocess.run([sys.executable, "-c", code, str(store.path), str(tmp_path / "rows.parquet")],
                             capture_output=True, text=True, timeout=100)
     assert result.returncode == 0 and result.stdout.split() == [str(REQUESTS)], result.stderr
+
+
+def test_requests_whose_events_were_deleted_are_counted_dropped_or_refused(tmp_path):
+    schema = EventSchema({"item_id": pa.int64()})
+    with HistoryStore.create(tmp_path / "s", schema, shards=2) as store:
+        store.append(pa.table({"user_id": [1, 2, 3], "event_time": [1, 2, 3], "item_id": [5, 6, 7]}))
+        rows = RequestRows(np.array(["a", "b", "c"], object), store.point([1, 2, 3], 10), np.zeros(3, np.int64), {},
+                           Jagged(np.arange(6), offsets_of([1, 2, 3])), {"like": np.ones(6, np.float32)},
+                           {"like": np.ones(6, bool)})
+        store.delete(user_ids=[2])
+        features = FeatureSpec(history=(Feature("item_id"),), tasks=(Task("like"),))
+
+        def batch(withheld):
+            loader = RequestLoader(rows, store, features=features, shuffle=None, withheld=withheld)
+            return next(iter(loader)), loader.counters.withheld
+
+        kept, count = batch("keep")
+        assert count == 1 and kept.label_mask["like"].all()
+        dropped, count = batch("drop")
+        assert count == 1 and dropped.label_mask["like"].tolist() == [True, False, False, True, True, True]
+        assert dropped.requests == 3 and dropped.request["history"].lengths.tolist() == [1, 0, 1]
+        with pytest.raises(WithheldHistory, match=r"1 requests .* \(b \.\.\.\)"):
+            batch("fail")
+        with pytest.raises(ValueError, match='withheld must be "keep", "drop" or "fail"'):
+            batch("ignore")
