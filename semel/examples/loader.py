@@ -57,8 +57,8 @@ class RequestLoader:
     of one user in a batch share reads, and get what they would get alone.
 
     ``withheld``: what becomes of a request from whose history a deletion or retention may have taken events: "keep"
-    trains on what is left, "drop" on none of its candidates (their labels are masked; the batch keeps its shape), "fail"
-    raises WithheldHistory. ``counters.withheld`` counts them.
+    trains on what is left, "drop" on none of its candidates (their labels are masked; the batch keeps its shape),
+    "fail" raises WithheldHistory. ``counters.withheld`` counts them.
 
     ``workers`` threads read the next batches while as many materialize, 0 does both in the consumer's own.
     ``wait_seconds``: how long the consumer has waited for batches so far; a trainer that starves sees it grow.
@@ -171,8 +171,8 @@ class RequestLoader:
     def _without(self, batch: RequestBatch, lost: np.ndarray) -> RequestBatch:
         if self.withheld == "fail":
             some = ", ".join(map(str, batch.request_id[lost][:5]))
-            raise WithheldHistory(f"{int(lost.sum())} requests of a batch may have seen events that were deleted or have "
-                                  f"expired since ({some} ...); build the examples anew, or load them with "
+            raise WithheldHistory(f"{int(lost.sum())} requests of a batch may have seen events that were deleted or "
+                                  f"have expired since ({some} ...); build the examples anew, or load them with "
                                   'withheld="drop"')
         rows = batch.candidate_to_request()
         keep = ~rows.new_tensor(lost).bool()[rows]
