@@ -185,9 +185,9 @@ def test_a_materialized_batch_is_the_same_alone_or_shared(store):
 
 
 def test_counters_add_up():
-    one = ReadCounters(5, 2, 10, 30, 80, 240)
+    one = ReadCounters(5, 2, 10, 30, 80, 240, 1)
     total = ReadCounters()
     for _ in range(2):
         total += one
-    assert [getattr(total, f.name) for f in fields(total)] == [10, 4, 20, 60, 160, 480]
+    assert [getattr(total, f.name) for f in fields(total)] == [10, 4, 20, 60, 160, 480, 2]
     assert total.lookups_saved == 6 and total.bytes_saved == 320
