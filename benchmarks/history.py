@@ -2,10 +2,11 @@
 
     python -m benchmarks.history [--users 20000] [--mean 500] [--json]
 
-Log-normal lengths, 6 columns, requests drawn by event; the last 1,024 events of 2 columns; warm cache; one thread each.
-The contestants take turns, the table shows medians. Fat rows: one Parquet (zstd) row a request, with the same two
-columns of the same events, read in the order of the file, columns projected. Bytes: against Parquet (zstd) of the
-same events sorted by user. Where DuckDB, Lance and RocksDB are installed they answer the first batch too.
+Log-normal lengths, 6 columns, requests drawn by event; the last 1,024 events of 2 columns; warm cache. Equal terms:
+first one thread each, on one core, then one a core each; all read batch after batch and keep none. The contestants take
+turns, the table shows medians. Fat rows: one Parquet (zstd) row a request, with the same two columns of the same
+events, read in the order of the file, columns projected. Bytes: against Parquet (zstd) of the same events sorted by
+user. Where DuckDB, Lance and RocksDB are installed they answer the first batch too, with the threads they choose.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ import pyarrow.parquet as pq
 from benchmarks import other_stores
 from benchmarks.command import run_and_show
 from semel.batch import offsets_of
-from semel.history import EventSchema, HistoryStore, Pointers, Projection
+from semel.history import EventSchema, HistoryStore, Pointers, Projection, parallel
 
 LAST = 1024
 LONGEST = 65_536
@@ -82,6 +85,15 @@ def gather_limit(offsets: Any, times: Any, items: Any, watch: Any, users: Any, a
     return out_offsets, out_items, out_watch
 
 
+def gather_shared(pool: ThreadPoolExecutor, threads: int, arrays: Any, batch: Pointers) -> list[Any]:
+    """``gather_limit``, a share of the batch a thread; nobody puts the shares together."""
+    edges = np.linspace(0, len(batch), threads + 1).astype(int)
+    shares = [pool.submit(gather_limit, *arrays, batch.user_id[a:b], batch.as_of[a:b], LAST)
+              for a, b in pairwise(edges[1:])]
+    own = gather_limit(*arrays, batch.user_id[: edges[1]], batch.as_of[: edges[1]], LAST)
+    return [own, *(share.result() for share in shares)]
+
+
 def write_fat_rows(store: HistoryStore, pointers: Pointers, path: Path) -> None:
     writer = None
     for at in range(0, len(pointers), BATCH):
@@ -94,9 +106,9 @@ def write_fat_rows(store: HistoryStore, pointers: Pointers, path: Path) -> None:
     writer.close()
 
 
-def scan(path: Path) -> int:
+def scan(path: Path, threads: bool) -> int:
     count = 0
-    for batch in pq.ParquetFile(path).iter_batches(BATCH, columns=list(PROJECTION.columns), use_threads=False):
+    for batch in pq.ParquetFile(path).iter_batches(BATCH, columns=list(PROJECTION.columns), use_threads=threads):
         for name in PROJECTION.columns:
             column = batch.column(name)
             count += len(column.offsets.to_numpy()) + len(column.values.to_numpy())
@@ -105,6 +117,8 @@ def scan(path: Path) -> int:
 
 def medians(contestants: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Seconds a run of each, taking turns until the time is over (three rounds at least)."""
+    if not contestants:
+        return {}
     for run in contestants.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in contestants}
@@ -115,6 +129,24 @@ def medians(contestants: dict[str, Callable[[], Any]], seconds: float) -> dict[s
             run()
             times[name].append(time.perf_counter() - start)
     return {name: float(np.median(values)) for name, values in times.items()}
+
+
+def each(read: Callable[[Pointers], Any], batches: list[Pointers]) -> None:
+    """Batch after batch, none kept: as a trainer reads, and as the scan does."""
+    for batch in batches:
+        read(batch)
+
+
+def race(store: HistoryStore, plain: HistoryStore, arrays: Any, fat: Path, batches: list[Pointers], threads: int,
+         seconds: float) -> dict[str, float]:
+    """Seconds of each contestant for all requests, with as many threads as cores are free to use."""
+    with ThreadPoolExecutor(threads) as pool:
+        return medians({
+            "raw numba gather (limit)": partial(each, partial(gather_shared, pool, threads, arrays), batches),
+            "store.read, packed": partial(each, lambda b: store.read(b, PROJECTION), batches),
+            "store.read, plain": partial(each, lambda b: plain.read(b, PROJECTION), batches),
+            "fat-row Parquet scan": partial(scan, fat, threads > 1),
+        }, seconds)
 
 
 def one_by_one(store: HistoryStore, users: np.ndarray, as_of: int, count: int = 3000) -> dict[str, float]:
@@ -164,15 +196,14 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
         other_stores.agree(reader, batches[0], limit)
     other_times = medians({name: partial(reader, batches[0]) for name, reader in others.items()}, seconds)
 
-    names = {"store": "store.read, packed", "plain": "store.read, plain", "limit": "raw numba gather (limit)",
-             "fat": "fat-row Parquet scan"}
-    times = medians({
-        "limit": lambda: [gather_limit(*arrays, b.user_id, b.as_of, LAST) for b in batches],
-        "store": lambda: [store.read(b, PROJECTION) for b in batches],
-        "plain": lambda: [plain.read(b, PROJECTION) for b in batches],
-        "fat": lambda: scan(fat),
-    }, seconds)
-    lengths_seconds = medians({"lengths": lambda: store.lengths(pointers, PROJECTION)}, 0.5)["lengths"]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    most = parallel.cores()
+    races = {}
+    for used in sorted({1, most} if cores else {most}):
+        if cores:  # also what tells the store how many threads it may use
+            os.sched_setaffinity(0, cores[-used:])
+        races[used] = race(store, plain, arrays, fat, batches, used, seconds)
+        races[used]["store.lengths"] = medians({"": lambda: store.lengths(pointers, PROJECTION)}, 0.5)[""]
     stats, plain_stats = store.stats(), plain.stats()
     plain.close()
     visited = random.choice(user, 3000)
@@ -197,16 +228,18 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
     return {
         "events": events.num_rows, "users": users, "requests": requests, "last": LAST, "columns": 2,
         "mean_length_read": round(float(lengths.mean()), 1), "cpus": os.cpu_count(),
-        "sequences_per_second": {
-            **{names[name]: round(requests / times[name]) for name in names},
-            **{name: round(len(batches[0]) / value) for name, value in other_times.items()},
-        },
-        "store_over_limit": round(times["limit"] / times["store"], 3),
-        "plain_over_limit": round(times["limit"] / times["plain"], 3),
-        "store_over_best_other": round(min(other_times.values()) / len(batches[0]) / times["store"] * requests, 1)
+        "threads": {used: {
+            "sequences_per_second": {name: round(requests / value) for name, value in times.items()
+                                     if name != "store.lengths"},
+            "packed_over_limit": round(times["raw numba gather (limit)"] / times["store.read, packed"], 3),
+            "plain_over_limit": round(times["raw numba gather (limit)"] / times["store.read, plain"], 3),
+            "packed_over_fat_rows": round(times["fat-row Parquet scan"] / times["store.read, packed"], 2),
+            "lengths_per_second": round(requests / times["store.lengths"]),
+        } for used, times in races.items()},
+        "other_stores": {name: round(len(batches[0]) / value) for name, value in other_times.items()},
+        "store_over_best_other": round(
+            min(other_times.values()) / len(batches[0]) / races[most]["store.read, packed"] * requests, 1)
         if other_times else None,
-        "store_over_fat_rows": round(times["fat"] / times["store"], 2),
-        "lengths_per_second": round(requests / lengths_seconds),
         "one_pointer": alone,
         "append_events_per_second": round(events.num_rows / append_seconds),
         "append_1000_events_per_second": round(1000 / append_thousand),
@@ -224,11 +257,17 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
 def show(result: dict[str, Any]) -> None:
     print(f"{result['events']:,} events of {result['users']:,} users, {result['requests']:,} requests, last "
           f"{result['last']}, {result['columns']} of 6 columns, mean length read {result['mean_length_read']}")
-    rows = [(name, f"{value:,} sequences/s") for name, value in result["sequences_per_second"].items()]
-    rows += [("packed / limit", f"{result['store_over_limit']}"), ("plain / limit", f"{result['plain_over_limit']}"),
-             ("packed / best of the other stores", result["store_over_best_other"] or "none is installed"),
-             ("packed / fat rows", f"{result['store_over_fat_rows']}"),
-             ("store.lengths", f"{result['lengths_per_second']:,} pointers/s")]
+    rows: list[tuple[str, Any]] = []
+    for used, figures in result["threads"].items():
+        terms = "one thread" if used == 1 else f"{used} threads"
+        rows += [(f"{name}, {terms}", f"{value:,} sequences/s")
+                 for name, value in figures["sequences_per_second"].items()]
+        rows += [(f"packed / limit, {terms}", figures["packed_over_limit"]),
+                 (f"plain / limit, {terms}", figures["plain_over_limit"]),
+                 (f"packed / fat rows, {terms}", figures["packed_over_fat_rows"]),
+                 (f"store.lengths, {terms}", f"{figures['lengths_per_second']:,} pointers/s")]
+    rows += [(name, f"{value:,} sequences/s") for name, value in result["other_stores"].items()]
+    rows += [("packed / best of the other stores", result["store_over_best_other"] or "none is installed")]
     rows += [(f"one pointer, {name}", f"p50 {value['p50_us']} us, p99 {value['p99_us']} us")
              for name, value in result["one_pointer"].items()]
     rows += [("append, batches of 250,000", f"{result['append_events_per_second']:,} events/s"),

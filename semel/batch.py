@@ -104,8 +104,11 @@ class JaggedTable:
     status: Array | None = None
 
     def __post_init__(self) -> None:
+        checked = -1
         for name, column in self.columns.items():
-            _check_offsets(self.offsets, len(column), f"JaggedTable column {name!r}")
+            if len(column) != checked:
+                _check_offsets(self.offsets, len(column), f"JaggedTable column {name!r}")
+                checked = len(column)
 
     @property
     def lengths(self) -> Array:
@@ -186,7 +189,7 @@ class Pointers:
             if value.dtype.kind not in "iu" and value.size:
                 raise ValueError(f"Pointers.{name} must be integers, got dtype {value.dtype}")
             if value.ndim == 0:
-                value = np.full(len(users), value)
+                value = value.repeat(len(users))
             if value.shape != users.shape:
                 raise ValueError(f"Pointers.{name} has shape {value.shape}, user_id has {users.shape}")
             object.__setattr__(self, name, value.astype(np.int64, copy=False))

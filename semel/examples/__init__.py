@@ -29,9 +29,9 @@ __all__ = [
     "FatTable", "Histories", "JoinReport", "Label", "OutcomeLog", "ReadCounters", "RecoveryReport", "RequestLoader",
     "SequenceSet", "ShadowReport", "WithheldHistory", "build_examples", "compare_fat_rows", "concat_rows",
     "context_columns", "context_value", "exposure_rows", "exposure_schema", "history_checksum", "history_tensors",
-    "ingest_fat_rows", "join", "leave_one_out", "materialize", "open_examples", "open_fat_rows", "outcome_schema", "read_ahead",
-    "read_histories", "read_rows", "recover", "rows_from_table", "rows_to_table", "sequences_before", "sessions",
-    "take_events", "time_split",
+    "ingest_fat_rows", "join", "leave_one_out", "materialize", "open_examples", "open_fat_rows", "outcome_schema",
+    "read_ahead", "read_histories", "read_rows", "recover", "rows_from_table", "rows_to_table", "sequences_before",
+    "sessions", "take_events", "time_split",
 ]
 
 if TYPE_CHECKING:

@@ -3,6 +3,10 @@
 Input arrays are read-only (mapped files and ``tail.frozen`` views), so that each kernel is compiled once a dtype. A
 generation's columns may be plain or packed (``packing``); ``value_at`` and ``copy_range`` read both.
 Row references: ``>= 0`` is a row of the generation's shard, ``~row`` (negative) a row of the tail.
+
+``cut`` and ``copy_ranges`` serve pointers of all shards in one call: they take a generation's ``Lookup`` (users,
+records, time index of all shards, one after the other) and, of a column, the addresses of each shard's part. They work
+on the pointers ``start`` to ``stop``, so that several threads may share a batch.
 """
 
 from __future__ import annotations
@@ -10,14 +14,22 @@ from __future__ import annotations
 import numpy as np
 
 from semel.history.kernels import kernel
-from semel.history.packing import copy_range, value_at
+from semel.history.loads import copy_values, load32, load64, prefetch
+from semel.history.packing import block_header, copy_range, lane_value, unpack_range, value_at
+from semel.history.schema import Status
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _FNV_START = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME = np.uint64(0x100000001B3)
-_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_3, _30, _27, _31, _32 = (np.uint64(n) for n in (3, 30, 27, 31, 32))
+_UNKNOWN_USER = Status.UNKNOWN_USER.value
+GROUP = 8
+"""Pointers whose memory is asked for together: while one line comes, others do too."""
+LINES = 10
+"""Cache lines of a block of times of 40 bits."""
+
 _NO_SINCE = np.iinfo(np.int64).min
 
 
@@ -87,47 +99,137 @@ def find_strings(user_offsets, user_bytes, key_offsets, key_bytes, index, out):
 
 
 @kernel
-def cut(offsets, times, first, last, index, user, as_of, version, since, most, low, high, plain, begin, count, status):
-    """For the pointers p of ``index``: the rows [low, high) of user[p] (-1: not here) with
-    ``since <= event_time < as_of``, whether all rows of the user are of visible versions (plain), and if so the newest
-    ``most``: begin, count. Returns whether all are plain."""
+def _slot(key, first, stop):
+    """Where the search for a key begins in the slots first ... stop, a power of two of them: by the upper bits of what
+    the shard is the remainder of."""
+    return first + (np.int64(mix(np.uint64(key)) >> _31) & (stop - first - 1))
+
+
+@kernel
+def fill_slots(users, first, stop, slots):
+    """Put the numbers of a shard's users into its empty (-1) slots, each where the search for it ends."""
+    for u in range(len(users)):
+        at = _slot(users[u], first, stop)
+        while slots[at] >= 0:
+            at = at + 1 if at + 1 < stop else first
+        slots[at] = u
+
+
+@kernel
+def find_integers(start, stop, keys, shard_of, first_user, users, first_slot, slots, user):
+    """``user`` [P]: each key's place among its shard's users, -1 where it is not there."""
+    for p in range(start, stop):
+        shard, key = shard_of[p], keys[p]
+        first, end = first_slot[shard], first_slot[shard + 1]
+        u = -1
+        if end > first:
+            at = _slot(key, first, end)
+            u = slots[at]
+            while u >= 0 and users[first_user[shard] + u] != key:
+                at = at + 1 if at + 1 < end else first
+                u = slots[at]
+        user[p] = u
+
+
+@kernel
+def _time_at(data, row):
+    return np.int64(load64(data + (np.uint64(row) << _3)))
+
+
+@kernel
+def _step_of(index, a, b, bound):
+    """The step of 128 rows in which the first of the rows [a, b), not none, lies whose time is at least ``bound``, or
+    at whose end if none of it is. ``index``: the time of every 128th row."""
+    low = (a >> 7) + 1
+    size = ((b - 1) >> 7) + 1 - low
+    while size > 0:
+        half = size >> 1
+        before = index[low + half] < bound
+        low += half + 1 if before else 0
+        size = size - half - 1 if before else half
+    return low - 1
+
+
+@kernel
+def _first_in_step(data, starts, step, a, b, bound):
+    """The first of the rows [a, b) of a step whose time is at least ``bound``; the end if none is."""
+    first = max(a, step << 7)
+    size = min(b, (step + 1) << 7) - first
+    if starts == 0:
+        while size > 0:
+            half = size >> 1
+            before = _time_at(data, first + half) < bound
+            first += half + 1 if before else 0
+            size = size - half - 1 if before else half
+        return first
+    lanes, width, base, scale = block_header(data, starts, np.uint64(step))
+    while size > 0:
+        half = size >> 1
+        inside = np.uint64((first + half) & 127)
+        before = np.int64(base + scale * lane_value(lanes, width, inside)) < bound
+        first += half + 1 if before else 0
+        size = size - half - 1 if before else half
+    return first
+
+
+@kernel
+def cut(start, stop, shard_of, user, first_user, records, first_step, time_index, times, as_of, version, since, most,
+        low, high, plain, begin, count, status):
+    """The rows [low, high) of user[p] (-1: not here) with ``since <= event_time < as_of``, whether all rows of the user
+    are of visible versions (plain), and if so the newest ``most``: begin, count. Returns whether all are plain."""
     all_plain = True
-    for j in range(len(index)):
-        p = index[j]
-        u = user[p]
-        if u < 0 or first[u] > version[p]:
+    step = np.empty(GROUP, np.int64)
+    for group in range(start, stop, GROUP):  # a group's memory is asked for before any of it is waited for
+        last = min(group + GROUP, stop)
+        for p in range(group, last):
             low[p] = 0
             high[p] = 0
             plain[p] = True
-            begin[p] = 0
-            count[p] = 0
-            continue
-        a, b = offsets[u], offsets[u + 1]
-        if np.int64(value_at(times, b - 1)) >= as_of[p]:
-            b = _lower_bound(times, a, b, as_of[p])
-        if since != _NO_SINCE:
-            a = _lower_bound(times, a, b, since)
-        low[p] = a
-        high[p] = b
-        begin[p] = max(a, b - most)
-        count[p] = b - begin[p]
-        plain[p] = last[u] <= version[p]
-        all_plain &= plain[p]
-        status[p] = 0
+            status[p] = _UNKNOWN_USER
+            step[p - group] = -1
+            if user[p] < 0:
+                continue
+            shard = shard_of[p]
+            record = first_user[shard] + shard + user[p]  # each shard has one record more than users
+            if records[record, 1] > version[p]:
+                continue
+            low[p] = records[record, 0]
+            high[p] = records[record + 1, 0]
+            plain[p] = records[record, 2] <= version[p]
+            all_plain &= plain[p]
+            status[p] = 0  # OK
+            if records[record, 3] >= as_of[p]:
+                at = _step_of(time_index[first_step[shard] :], low[p], high[p], as_of[p])
+                step[p - group] = at
+                prefetch(times[shard, 1] + np.uint64(at << 2))
+        for p in range(group, last):
+            at = step[p - group]
+            if at >= 0:
+                data, starts = times[shard_of[p], 0], times[shard_of[p], 1]
+                if starts != 0:
+                    block = data + load32(starts + np.uint64(at << 2))
+                    for line in range(LINES):
+                        prefetch(block + np.uint64(64 * line))
+        for p in range(group, last):
+            at = step[p - group]
+            data, starts = times[shard_of[p], 0], times[shard_of[p], 1]
+            if at >= 0:
+                high[p] = _first_in_step(data, starts, at, low[p], high[p], as_of[p])
+            if since > 0 and low[p] < high[p]:
+                at = _step_of(time_index[first_step[shard_of[p]] :], low[p], high[p], since)
+                low[p] = _first_in_step(data, starts, at, low[p], high[p], since)
+            begin[p] = max(low[p], high[p] - most)
+            count[p] = high[p] - begin[p]
     return all_plain
 
 
 @kernel
-def cut_integers(users, keys, offsets, times, first, last, index, user, as_of, version, since, most, low, high, plain,
-                 begin, count, status):
-    """``cut``, with the users found in a sorted array first."""
-    n = len(users)
-    for j in range(len(index)):
-        p = index[j]
-        at = _lower_bound(users, 0, n, keys[p])
-        user[p] = at if at < n and users[at] == keys[p] else -1
-    return cut(offsets, times, first, last, index, user, as_of, version, since, most, low, high, plain, begin, count,
-               status)
+def cut_integers(start, stop, keys, users, first_slot, slots, shard_of, user, first_user, records, first_step,
+                 time_index, times, as_of, version, since, most, low, high, plain, begin, count, status):
+    """``cut``, with the users found first."""
+    find_integers(start, stop, keys, shard_of, first_user, users, first_slot, slots, user)
+    return cut(start, stop, shard_of, user, first_user, records, first_step, time_index, times, as_of, version, since,
+               most, low, high, plain, begin, count, status)
 
 
 @kernel
@@ -272,30 +374,54 @@ def sum_counts(count, offsets):
 
 
 @kernel
-def copy_plain(index, begin, count, offsets, width, values, out):
-    """Copy rows of ``width`` values each; ``values`` and ``out`` are flat."""
-    for j in range(len(index)):
-        p = index[j]
-        copy_range(values, begin[p] * width, count[p] * width, out, offsets[p] * width)
+def copy_ranges(start, stop, shard_of, begin, count, offsets, width, addresses, out):
+    """The rows begin[p] to begin[p] + count[p] of ``width`` values each into the flat ``out`` from row offsets[p] on.
+    ``addresses`` [shards, 2]: of a column's values, and of its blocks' starts or 0 where it is plain; two zeros: a
+    shard without nulls, all valid."""
+    for p in range(start, stop):
+        if p + 2 < stop:
+            starts = addresses[shard_of[p + 2], 1]
+            prefetch(starts + np.uint64((begin[p + 2] * width >> 7) << 2))
+            data, starts = addresses[shard_of[p + 1], 0], addresses[shard_of[p + 1], 1]
+            if starts != 0 and count[p + 1] != 0:
+                block = data + load32(starts + np.uint64((begin[p + 1] * width >> 7) << 2))
+                for line in range(6):
+                    prefetch(block + np.uint64(64 * line))
+        if count[p] == 0:
+            continue
+        data, starts = addresses[shard_of[p], 0], addresses[shard_of[p], 1]
+        first, size, to = np.uint64(begin[p] * width), np.uint64(count[p] * width), np.uint64(offsets[p] * width)
+        if starts != 0:
+            unpack_range(data, starts, first, size, out, to)
+        elif data != 0:
+            copy_values(out, to, data + first * np.uint64(out.itemsize), size)
+        else:
+            for i in range(size):
+                out[to + i] = 1
 
 
 @kernel
 def copy_rows(index, begin, count, offsets, room, refs, width, values, tail_values, out):
-    """The same where rows are references."""
+    """The rows of the pointers of ``index``, all of one shard, where some are references."""
     for j in range(len(index)):
         p = index[j]
         to, start = offsets[p] * width, begin[p]
         if room[p] == room[p + 1]:
             copy_range(values, start * width, count[p] * width, out, to)
         else:
-            for i in range(count[p]):
-                ref = refs[start + i]
-                for k in range(width):
-                    if ref >= 0:
-                        out[to] = value_at(values, ref * width + k)
-                    else:
-                        out[to] = tail_values[~ref * width + k]
-                    to += 1
+            i, stop = start, start + count[p]
+            while i < stop:
+                ref = refs[i]
+                if ref < 0:
+                    copy_range(tail_values, ~ref * width, width, out, to)
+                    i += 1
+                    to += width
+                    continue
+                first = i
+                while i < stop and refs[i] - ref == i - first:  # most of a history lies in one piece
+                    i += 1
+                copy_range(values, ref * width, (i - first) * width, out, to)
+                to += (i - first) * width
 
 
 @kernel

@@ -25,6 +25,7 @@ from semel.history.files import (
     write_pieces,
     write_strings,
 )
+from semel.history.lookup import TIME_STEP, Lookup
 from semel.history.marks import NEVER, Marks
 from semel.history.schema import EventSchema
 
@@ -40,7 +41,7 @@ NO_VALIDITY = np.empty(0, bool)
 NO_VALIDITY.flags.writeable = False
 PIECE_VALUES = 1 << 16
 """Of a column that is written: with all that is made of them they stay in the processor's cache."""
-_TIMES = {"event_time": np.int64, "version": np.int64}
+_TIMES = ("event_time", "version")
 
 
 class Shard:
@@ -83,38 +84,45 @@ class Shard:
         """[U] the highest version of each user."""
         return self._array("last_version", np.int64)
 
+    @property
+    def last_time(self) -> np.ndarray:
+        """[U] the latest event_time of each user."""
+        return self._array("last_time", np.int64)
+
+    @property
+    def time_index(self) -> np.ndarray:
+        """[ceil(rows / TIME_STEP)] the event_time of every TIME_STEP-th row."""
+        return self._array("time_index", np.int64)
+
     def column(self, name: str) -> np.ndarray | Packed:
         """A schema column, ``event_time`` or ``version``, as kernels take it: [rows, *shape], or packed."""
         column = self._columns.get(name)
         if column is None:
-            file, dtype, shape = self._place(name)
+            file, dtype, shape = self._generation.place(name)
             column = self._columns[name] = self._generation.column(shard_file(self.index, file), dtype, shape)
         return column
 
     def values(self, name: str) -> np.ndarray:
         """[rows, *shape] of the same; a packed column is unpacked anew each time."""
-        _, dtype, shape = self._place(name)
+        _, dtype, shape = self._generation.place(name)
         return _plain(self.column(name), self.rows, dtype, shape)
 
     def valid(self, name: str) -> np.ndarray | Packed:
         """[rows] bool as kernels take it, or empty where no value of the shard is null."""
         valid = self._valid.get(name)
         if valid is None:
-            file = shard_file(self.index, f"{self._place(name)[0]}.valid")
-            listed = file in self._generation.info["files"]
-            valid = self._valid[name] = self._generation.column(file, np.dtype(bool), ()) if listed else NO_VALIDITY
+            file = shard_file(self.index, f"{self._generation.place(name)[0]}.valid")
+            valid = self._valid[name] = (
+                self._generation.column(file, np.dtype(bool), ()) if self.has_nulls(name) else NO_VALIDITY)
         return valid
+
+    def has_nulls(self, name: str) -> bool:
+        return shard_file(self.index, f"{self._generation.place(name)[0]}.valid") in self._generation.info["files"]
 
     def validity(self, name: str) -> np.ndarray:
         """[rows] bool, or empty where no value of the shard is null."""
         valid = self.valid(name)
         return valid if valid is NO_VALIDITY else _plain(valid, self.rows, np.dtype(bool), ())
-
-    def _place(self, name: str) -> tuple[str, np.dtype, tuple[int, ...]]:
-        if name in _TIMES:
-            return name, np.dtype(np.int64), ()
-        position, column = self._generation.positions[name]
-        return f"column-{position:03d}", column.dtype, column.shape
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +162,7 @@ class Generation:
             if self.info["format"] != FORMAT:
                 raise StoreError(f"{path}: format {self.info['format']}, this Semel reads {FORMAT}")
         self.shards = [Shard(self, index) for index in range(shards)]
+        self.lookup = Lookup(self)
 
     def array(self, file: str, dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
         with self._lock:  # so that two threads do not check the same file twice
@@ -162,6 +171,13 @@ class Generation:
     def column(self, file: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | Packed:
         with self._lock:
             return map_column(self._path(file), self._entry(file), dtype, shape)
+
+    def place(self, name: str) -> tuple[str, np.dtype, tuple[int, ...]]:
+        """(file within a shard, dtype, shape of a row) of a schema column, ``event_time`` or ``version``."""
+        if name in _TIMES:
+            return name, np.dtype(np.int64), ()
+        position, column = self.positions[name]
+        return f"column-{position:03d}", column.dtype, column.shape
 
     def strings(self, name: str) -> list[str]:
         offsets, data = self.array(f"{name}.offsets", np.int64), self.array(f"{name}.bytes", np.uint8)
@@ -244,6 +260,8 @@ class Generation:
             inside[offsets[1:-1] - 1] = False
             if offsets[-1] != shard.rows or (np.diff(offsets) <= 0).any() or (np.diff(times)[inside] < 0).any():
                 raise CorruptFile(f"{self.folder}: shard {shard.index} is not in order")
+            if (shard.last_time != times[offsets[1:] - 1]).any() or (shard.time_index != times[::TIME_STEP]).any():
+                raise CorruptFile(f"{self.folder}: shard {shard.index} has times that its index does not")
         return len(self.info["files"]), self.nbytes
 
 
@@ -329,6 +347,8 @@ def write_shard(folder: Path, schema: EventSchema, codec: Codec, index: int, use
     writer.array(shard_file(index, "last_version"), last)
     writer.whole(shard_file(index, "version"), versions)
     writer.whole(shard_file(index, "event_time"), times)
+    writer.array(shard_file(index, "last_time"), times[offsets[1:] - 1])
+    writer.array(shard_file(index, "time_index"), times[::TIME_STEP])
     for i, (name, column) in enumerate(schema.layout.items()):
         pieces, valid = columns(name)
         writer.column(shard_file(index, f"column-{i:03d}"), pieces, rows, column.dtype, column.shape)

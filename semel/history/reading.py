@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,15 +10,16 @@ import numpy as np
 from semel.batch import JaggedTable, Pointers
 from semel.history import gather, parallel
 from semel.history.compaction import packed
+from semel.history.copying import Part, Selection, copy_columns
 from semel.history.deletions import IN_TAIL
 from semel.history.following import View
 from semel.history.generation import NO_VALIDITY
 from semel.history.packing import Packed
 from semel.history.schema import RESERVED, EventSchema, Projection, Status
-from semel.history.tail import LEVELS, bits, frozen
+from semel.history.tail import LEVELS, frozen
 
-SERIAL_VALUES = 1 << 17
-"""A read of fewer values is done before a second thread has begun."""
+SERIAL_POINTERS = 1 << 12
+"""The rows of fewer pointers are found before a second thread has begun."""
 
 _NO_LIMIT = 1 << 62
 _NO_SINCE = int(np.iinfo(np.int64).min)
@@ -28,28 +28,6 @@ _NO_COLUMN = frozen(np.empty(0, np.int32))
 _NO_ROWS = np.empty(0, np.int64)
 _NO_MARK = np.empty(0, bool)
 _NO_GONE: dict[int, np.ndarray] = {}
-
-
-@dataclass(frozen=True)
-class Part:
-    """One shard's share of a batch: ``index``: its pointers; ``plain``: all of them are plain ranges."""
-
-    shard: int
-    index: np.ndarray
-    plain: bool
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which rows each pointer gets, columns not yet read. ``begin``/``count`` [P]: a range of the shard's rows, or of
-    ``refs`` where ``room`` [P + 1] leaves it some."""
-
-    parts: list[Part]
-    begin: np.ndarray
-    count: np.ndarray
-    room: np.ndarray
-    refs: np.ndarray
-    status: np.ndarray
 
 
 def check_projection(projection: Projection, schema: EventSchema) -> None:
@@ -126,68 +104,72 @@ def _select(view: View, schema: EventSchema, pointers: Pointers, projection: Pro
     if len(touched):
         before = frozen(view.deletions.gone_before(pointers.user_id))
         gone = view.deletions.rows(view.generation, view.tail)
-    shards = view.generation.shards
-    as_of, version = frozen(np.ascontiguousarray(pointers.as_of)), frozen(np.ascontiguousarray(pointers.version))
+    shards, lookup = view.generation.shards, view.generation.lookup
     since = _NO_SINCE if projection.since is None else int(projection.since)
     most = _NO_LIMIT if projection.last is None else int(projection.last)
     filtered = projection.groups is not None
     groups = group_codes(view, schema, projection)
-    status = np.full(size, Status.UNKNOWN_USER.value, np.uint8)
-    low, high, begin, count, user, of_shard = np.empty((6, size), np.int64)
+    status = np.empty(size, np.uint8)
+    low, high, begin, count, user, shard_of = np.empty((6, size), np.int64)
     plain = np.empty(size, bool)
 
+    keys = view.tail.keys_of(pointers.user_id)
+    keys, as_of, version = np.array((keys, pointers.as_of, pointers.version))  # writable: kernels start sooner on it
     if schema.string_keys:
-        encoded = [text.encode() for text in pointers.user_id]
-        key_offsets, key_bytes = packed(encoded)
-        gather.shards_of_strings(key_offsets, key_bytes, len(shards), of_shard)
-        keys = frozen(view.tail.keys_of(pointers.user_id))
+        key_offsets, key_bytes = packed([text.encode() for text in pointers.user_id])
+        gather.shards_of_strings(key_offsets, key_bytes, len(shards), shard_of)
+        user[:] = -1
+        for number, index in _by_shard(shard_of):
+            if shards[number].rows:
+                gather.find_strings(*shards[number].user_strings, key_offsets, key_bytes, index, user)
     else:
-        keys = frozen(np.ascontiguousarray(pointers.user_id))
-        gather.shards_of_integers(keys, len(shards), of_shard)
-    parts: list[Part] = []
-    all_plain = not filtered
-    for number, index in _by_shard(of_shard):
-        shard = shards[number]
-        is_plain = True
-        if not shard.rows:
-            low[index] = high[index] = begin[index] = count[index] = 0
-            plain[index] = True
-        else:
-            by_user = (shard.offsets, shard.column("event_time"), shard.first, shard.last, index, user, as_of, version,
-                       since, most, low, high, plain, begin, count, status)
-            if schema.string_keys:
-                gather.find_strings(*shard.user_strings, key_offsets, key_bytes, index, user)
-                is_plain = gather.cut(*by_user)
-            else:
-                is_plain = gather.cut_integers(shard.users, keys, *by_user)
-            if len(touched) and touched[index].any():
-                plain[index] &= ~touched[index]
-                is_plain = False
-        all_plain &= is_plain
-        parts.append(Part(number, index, True))
+        gather.shards_of_integers(keys, len(shards), shard_of)
+    lookup.need(shard_of)
+    times = lookup.column("event_time").values.of(shard_of)
+    by_user = (shard_of, user, lookup.first_user, lookup.records, lookup.first_step, lookup.time_index, times, as_of,
+               version, since, most, low, high, plain, begin, count, status)
+
+    def cut(start: int, stop: int) -> bool:
+        if schema.string_keys:
+            return gather.cut(start, stop, *by_user)
+        return gather.cut_integers(start, stop, keys, lookup.users, lookup.first_slot, lookup.slots, *by_user)
+
+    if size < SERIAL_POINTERS:
+        all_plain = cut(0, size)
+    else:
+        all_plain = all(parallel.run([(cut, piece) for piece in _pieces(size)], parallel.cores()))
+    if len(touched):
+        plain &= ~touched
+        all_plain = False
 
     tail = _select_tail(view, schema, keys, as_of, version, since, most, filtered, groups, status, before,
                         frozen(gone.get(IN_TAIL, _NO_GROUPS)))
-    if all_plain and tail is None:
-        return Selection(parts, begin, count, _NO_ROWS, _NO_ROWS, status)
+    if all_plain and not filtered and tail is None:
+        return Selection(shard_of, begin, count, status, (), _NO_ROWS, _NO_ROWS)
     tail_rows, tail_begin, tail_end = tail or (_NO_ROWS, *np.zeros((2, size), np.int64))
     room = np.empty(size + 1, np.int64)
     refs = np.empty(gather.reserve(low, high, plain, filtered, tail_begin, tail_end, most, room), np.int64)
-    for at, part in enumerate(parts):
+    parts = tuple(Part(number, index) for number, index in _by_shard(shard_of))
+    for part in parts:
         shard = shards[part.shard]
-        times: np.ndarray | Packed = _NO_GROUPS
+        event_times: np.ndarray | Packed = _NO_GROUPS
         versions: np.ndarray | Packed = _NO_GROUPS
         group: np.ndarray | Packed = _NO_COLUMN
         valid: np.ndarray | Packed = NO_VALIDITY
         if shard.rows:
-            times, versions = shard.column("event_time"), shard.column("version")
+            event_times, versions = shard.column("event_time"), shard.column("version")
             if schema.group is not None and filtered:
                 group, valid = shard.column(schema.group), shard.valid(schema.group)
-        is_plain = gather.select(part.index, low, high, plain, times, versions, version, before,
-                                 frozen(gone.get(part.shard, _NO_GROUPS)), group, valid, groups, filtered, tail_rows,
-                                 tail_begin, tail_end, view.tail.columns["event_time"], most, room, refs, begin, count)
-        parts[at] = Part(part.shard, part.index, is_plain)
-    return Selection(parts, begin, count, room, refs, status)
+        gather.select(part.index, low, high, plain, event_times, versions, version, before,
+                      frozen(gone.get(part.shard, _NO_GROUPS)), group, valid, groups, filtered, tail_rows, tail_begin,
+                      tail_end, view.tail.columns["event_time"], most, room, refs, begin, count)
+    return Selection(shard_of, begin, count, status, parts, room, refs)
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """Ranges of pointers for threads to share."""
+    edges = np.linspace(0, size, 4 * parallel.cores() + 1).astype(np.int64).tolist()
+    return [(a, b) for a, b in pairwise(edges) if b > a]
 
 
 def _by_shard(shard_of: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -227,23 +209,8 @@ def _select_tail(view: View, schema: EventSchema, keys: np.ndarray, as_of: np.nd
 def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> JaggedTable:
     chosen = select(view, schema, pointers, projection)
     offsets = np.empty(len(chosen.count) + 1, np.int64)
-    total = gather.sum_counts(chosen.count, offsets)
-    shards, tail = [view.generation.shards[part.shard] for part in chosen.parts], view.tail
-    columns: dict[str, np.ndarray] = {}
-    validity: dict[str, np.ndarray] = {}
-    copies: list[parallel.Job] = []
-    for name in projection.columns:
-        template = tail.columns[name]
-        out = columns[name] = np.empty((total, *template.shape[1:]), template.dtype)
-        old = [flat(shard.column(name)) if shard.rows else None for shard in shards]
-        copies += _copies(chosen, offsets, old, tail.words(name), bits(out), int(np.prod(template.shape[1:])))
-        in_tail = name in tail.valid and len(chosen.refs) > 0
-        if in_tail or any(len(shard.valid(name)) for shard in shards):
-            valid = validity[name] = np.empty(total, bool)
-            masks = [flat(shard.valid(name) if len(shard.valid(name)) else _all_valid(shard.rows)) for shard in shards]
-            copies += _copies(chosen, offsets, masks, bits(tail.valid[name] if in_tail else _all_valid(tail.rows)),
-                              bits(valid), 1)
-    parallel.run(copies, parallel.cores() if total * len(columns) > SERIAL_VALUES else 1)
+    gather.sum_counts(chosen.count, offsets)
+    columns, validity = copy_columns(view, chosen, offsets, projection.columns)
     for name, valid in list(validity.items()):
         if valid.all():
             del validity[name]
@@ -251,7 +218,7 @@ def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projec
             columns[name][~valid] = -1
     if not projection.allow_backfill:
         _hide_added(schema, pointers.version, offsets, columns, validity, view.dictionaries.names)
-    dictionaries = {name: view.dictionaries.array(name) for name in columns if name in view.dictionaries.names}
+    dictionaries = {name: view.dictionaries.array(name) for name in view.dictionaries.names if name in columns}
     return JaggedTable(columns, offsets, validity or None, dictionaries or None, chosen.status)
 
 
@@ -266,28 +233,6 @@ def _hide_added(schema: EventSchema, version: np.ndarray, offsets: np.ndarray, c
         if hidden.any():
             validity[name] = validity.get(name, np.ones(len(column), bool)) & ~hidden
             column[hidden] = -1 if name in strings else 0
-
-
-def _all_valid(rows: int) -> np.ndarray:
-    return frozen(np.ones(rows, bool))
-
-
-def flat(column: np.ndarray | Packed) -> np.ndarray | Packed:
-    return bits(column) if isinstance(column, np.ndarray) else column
-
-
-def _copies(chosen: Selection, offsets: np.ndarray, old: Sequence[np.ndarray | Packed | None], new: np.ndarray,
-            out: np.ndarray, width: int) -> Iterator[parallel.Job]:
-    """What copies the chosen rows of a column, a job a part: ``old`` for each part the shard's values (None: it has
-    none), ``new`` the tail's; ``width`` values a row."""
-    for part, values in zip(chosen.parts, old, strict=True):
-        if values is None:
-            values = new[:0]
-        if part.plain:
-            yield gather.copy_plain, (part.index, chosen.begin, chosen.count, offsets, width, values, out)
-        else:
-            yield gather.copy_rows, (part.index, chosen.begin, chosen.count, offsets, chosen.room, chosen.refs, width,
-                                     values, new, out)
 
 
 def keys(view: View) -> np.ndarray:

@@ -140,7 +140,7 @@ class EventSchema:
 
     layout: dict[str, Column] = field(init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def string_keys(self) -> bool:
         return pa.types.is_string(self.user_id)
 

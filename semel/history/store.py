@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -257,32 +259,25 @@ class HistoryStore:
         ``require_compacted`` only the generation is read: NotCompacted, with the missing versions, where it does not
         hold all that the pointers may see.
         """
-        from semel.history import reading
-
-        return self._answer(reading.read, pointers, projection, require_compacted)
+        return self._answer(_reading().read, pointers, projection, require_compacted)
 
     def lengths(self, pointers: Pointers, projection: Projection) -> tuple[np.ndarray, np.ndarray]:
         """([P] int64 lengths of the histories that ``read`` would return, [P] bool whether each is exact rather than
         an upper bound); no column but the group's is read."""
-        from semel.history import reading
-
-        chosen = self._answer(reading.select, pointers, projection)
+        chosen = self._answer(_reading().select, pointers, projection)
         return chosen.count, np.ones(len(pointers), bool)
 
     def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection,
                 require_compacted: bool = False) -> T:
-        from semel.history import reading
-
         self._check_open()
         if projection not in self._checked:
             if not set(projection.columns) <= {*self.schema.columns, *RESERVED}:
                 self.refresh()  # a column may have been added
-            reading.check_projection(projection, self.schema)
+            _reading().check_projection(projection, self.schema)
             self._checked.add(projection)
-        ids = self._ids(pointers.user_id)
-        if ids is not pointers.user_id:
-            pointers = Pointers(ids, pointers.as_of, pointers.version)
-        newest = int(pointers.version.max(initial=0))
+        if pointers.user_id.dtype != (object if self.schema.string_keys else np.int64):  # none at all, or a mistake
+            pointers = Pointers(self._ids(pointers.user_id), pointers.as_of, pointers.version)
+        newest = int(np.maximum.reduce(pointers.version, initial=0))
         if newest > self._view.version:
             self.refresh()
         if newest > self._view.version:
@@ -498,6 +493,13 @@ class HistoryStore:
         damaged file."""
         self._check_open()
         return verify(self.path)
+
+
+@cache
+def _reading() -> ModuleType:
+    from semel.history import reading  # late: it compiles
+
+    return reading
 
 
 def _refuse_existing(path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import numba
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -13,8 +14,9 @@ from hypothesis.extra import numpy as hnp
 
 from semel.batch import Pointers
 from semel.history import EventSchema, HistoryStore, Projection
-from semel.history.packing import BLOCK, pack, unpack, view_packed
+from semel.history.packing import BLOCK, copy_range, pack, unpack, view_packed
 
+copy_some = numba.njit(lambda column, first, count, out, to: copy_range(column, first, count, out, to))
 DTYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "?"]
 
 
@@ -42,6 +44,56 @@ def test_every_bit_comes_back(array):
 ], ids=lambda array: f"{array.dtype}{array.size}")
 def test_extremes(array):
     assert np.array_equal(bits(round_trip(array)), bits(array))
+
+
+def decoded(payload, count):
+    """As docs/formats/history.md says, in Python's integers."""
+    data = payload.tobytes()
+    blocks = -(-count // 128)
+    starts = np.frombuffer(data[len(data) - 4 * (blocks + 1):], "<u4").tolist()
+    values = []
+    for block in range(blocks):
+        size, at = min(128, count - 128 * block), starts[block]
+        bits, base_bytes, scale_bytes = data[at], data[at + 1] & 15, data[at + 1] >> 4
+        at += 2
+        base = int.from_bytes(data[at : at + base_bytes], "little", signed=True)
+        at += base_bytes
+        scale = int.from_bytes(data[at : at + scale_bytes], "little", signed=True) if scale_bytes else 1
+        at += scale_bytes
+        lanes, width = (4, 32) if bits <= 32 else (2, 64)
+        words = -(-(-(-size // lanes) * bits) // width)
+        assert at + 16 * words == starts[block + 1]
+        lane = [0] * lanes
+        for k in range(words):
+            for which in range(lanes):
+                place = at + (k * lanes + which) * width // 8
+                lane[which] |= int.from_bytes(data[place : place + width // 8], "little") << (k * width)
+        values += [(base + scale * (lane[i % lanes] >> (i // lanes * bits) & (1 << bits) - 1)) % 2**64
+                   for i in range(size)]
+    assert len(data) - 4 * (blocks + 1) - starts[-1] in range(16, 24)
+    return values
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["i1", "i8", "u8", "f4"]).flatmap(lambda dtype: hnp.arrays(dtype, st.integers(0, 300))))
+def test_the_bytes_are_those_of_the_format(array):
+    mask = 2 ** (8 * array.dtype.itemsize) - 1
+    assert [value & mask for value in decoded(pack(array), array.size)] == bits(array).tolist()
+
+
+@pytest.mark.parametrize("width", [1, 7, 31, 32, 33, 47, 63, 64])
+@pytest.mark.parametrize("step", [1, 1000])
+def test_any_range_of_any_width(width, step):
+    """Each first and last value of a range, across the edges of rows of lanes and of blocks."""
+    values = np.random.default_rng(width).integers(0, 2**width, 400, dtype=np.uint64, endpoint=width < 64)
+    values = (values % np.uint64(2**width - 1) * np.uint64(step)).view(np.int64) - 5
+    column = view_packed(pack(values), len(values))
+    for first in (0, 1, 3, 4, 126, 127, 128, 129, 255):
+        for count in (0, 1, 2, 3, 4, 5, 127, 128, 129, 145):
+            out = np.full(count + 2, 7, np.uint64)
+            copy_some(column, first, count, out, 1)
+            assert np.array_equal(out[1:-1], values[first : first + count].view(np.uint64))
+            assert out[0] == out[-1] == 7
 
 
 def test_narrow_ranges_and_common_divisors_take_few_bits():
