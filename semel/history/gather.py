@@ -25,10 +25,14 @@ _FNV_START = np.uint64(0xCBF29CE484222325)
 _FNV_PRIME = np.uint64(0x100000001B3)
 _3, _30, _27, _31, _32 = (np.uint64(n) for n in (3, 30, 27, 31, 32))
 _UNKNOWN_USER = Status.UNKNOWN_USER.value
+KEY, FIRST_ROW, END_ROW, FIRST_VERSION, LAST_VERSION, LAST_TIME = range(6)
+"""The fields of a user's record in a ``Lookup``, of eight: a cache line."""
 GROUP = 8
 """Pointers whose memory is asked for together: while one line comes, others do too."""
 LINES = 10
 """Cache lines of a block of times of 40 bits."""
+AHEAD = 12
+"""Cache lines of the next pointer's values that are asked for while one is copied."""
 
 _NO_SINCE = np.iinfo(np.int64).min
 
@@ -116,19 +120,27 @@ def fill_slots(users, first, stop, slots):
 
 
 @kernel
-def find_integers(start, stop, keys, shard_of, first_user, users, first_slot, slots, user):
+def find_integers(start, stop, keys, shard_of, first_user, records, first_slot, slots, user):
     """``user`` [P]: each key's place among its shard's users, -1 where it is not there."""
-    for p in range(start, stop):
-        shard, key = shard_of[p], keys[p]
-        first, end = first_slot[shard], first_slot[shard + 1]
-        u = -1
-        if end > first:
-            at = _slot(key, first, end)
-            u = slots[at]
-            while u >= 0 and users[first_user[shard] + u] != key:
-                at = at + 1 if at + 1 < end else first
+    of_slots, of_records = np.uint64(slots.ctypes.data), np.uint64(records.ctypes.data)
+    begin = np.empty(GROUP, np.int64)
+    for group in range(start, stop, GROUP):
+        last = min(group + GROUP, stop)
+        for p in range(group, last):
+            first, end = first_slot[shard_of[p]], first_slot[shard_of[p] + 1]
+            at = _slot(keys[p], first, end) if end > first else -1
+            begin[p - group] = at
+            prefetch(of_slots + np.uint64(at << 2))
+        for p in range(group, last):
+            at = begin[p - group]
+            user[p] = slots[at] if at >= 0 else -1
+            prefetch(of_records + np.uint64((first_user[shard_of[p]] + user[p]) << 6))
+        for p in range(group, last):
+            u, at, shard = user[p], begin[p - group], shard_of[p]
+            while u >= 0 and records[first_user[shard] + u, KEY] != keys[p]:
+                at = at + 1 if at + 1 < first_slot[shard + 1] else first_slot[shard]
                 u = slots[at]
-        user[p] = u
+            user[p] = u
 
 
 @kernel
@@ -190,15 +202,15 @@ def cut(start, stop, shard_of, user, first_user, records, first_step, time_index
             if user[p] < 0:
                 continue
             shard = shard_of[p]
-            record = first_user[shard] + shard + user[p]  # each shard has one record more than users
-            if records[record, 1] > version[p]:
+            record = records[first_user[shard] + user[p]]
+            if record[FIRST_VERSION] > version[p]:
                 continue
-            low[p] = records[record, 0]
-            high[p] = records[record + 1, 0]
-            plain[p] = records[record, 2] <= version[p]
+            low[p] = record[FIRST_ROW]
+            high[p] = record[END_ROW]
+            plain[p] = record[LAST_VERSION] <= version[p]
             all_plain &= plain[p]
             status[p] = 0  # OK
-            if records[record, 3] >= as_of[p]:
+            if record[LAST_TIME] >= as_of[p]:
                 at = _step_of(time_index[first_step[shard] :], low[p], high[p], as_of[p])
                 step[p - group] = at
                 prefetch(times[shard, 1] + np.uint64(at << 2))
@@ -224,10 +236,10 @@ def cut(start, stop, shard_of, user, first_user, records, first_step, time_index
 
 
 @kernel
-def cut_integers(start, stop, keys, users, first_slot, slots, shard_of, user, first_user, records, first_step,
+def cut_integers(start, stop, keys, first_slot, slots, shard_of, user, first_user, records, first_step,
                  time_index, times, as_of, version, since, most, low, high, plain, begin, count, status):
     """``cut``, with the users found first."""
-    find_integers(start, stop, keys, shard_of, first_user, users, first_slot, slots, user)
+    find_integers(start, stop, keys, shard_of, first_user, records, first_slot, slots, user)
     return cut(start, stop, shard_of, user, first_user, records, first_step, time_index, times, as_of, version, since,
                most, low, high, plain, begin, count, status)
 
@@ -385,7 +397,7 @@ def copy_ranges(start, stop, shard_of, begin, count, offsets, width, addresses, 
             data, starts = addresses[shard_of[p + 1], 0], addresses[shard_of[p + 1], 1]
             if starts != 0 and count[p + 1] != 0:
                 block = data + load32(starts + np.uint64((begin[p + 1] * width >> 7) << 2))
-                for line in range(6):
+                for line in range(AHEAD):
                     prefetch(block + np.uint64(64 * line))
         if count[p] == 0:
             continue

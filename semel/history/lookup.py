@@ -66,10 +66,10 @@ class ColumnPlace:
 
 
 class Lookup:
-    """Shard s has the users ``users[first_user[s]:first_user[s + 1]]`` (integer keys, ascending). Their numbers within
-    the shard lie in the hash table ``slots[first_slot[s]:first_slot[s + 1]]`` (-1: empty). User u has the record
-    ``records[first_user[s] + s + u]``: first row, first version, last version, last time; one more record ends the
-    shard. ``time_index[first_step[s]:first_step[s + 1]]``: the time of every TIME_STEP-th row.
+    """User u of shard s has the record ``records[first_user[s] + u]``: key (integer keys), first row, row after the
+    last, first version, last version, last time. Where keys are integers the u of a shard lie in the hash table
+    ``slots[first_slot[s]:first_slot[s + 1]]`` (-1: empty). ``time_index[first_step[s]:first_step[s + 1]]``: the time of
+    every TIME_STEP-th row.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -80,8 +80,7 @@ class Lookup:
                  for count in users]
         self.first_slot = offsets_of(sizes)
         self.slots = np.empty(self.first_slot[-1], np.int32)
-        self.users = np.empty(0 if generation.schema.string_keys else self.first_user[-1], np.int64)
-        self.records = np.empty((self.first_user[-1] + len(rows), 4), np.int64)
+        self.records = _cache_lines(int(self.first_user[-1]))
         self.time_index = np.empty(self.first_step[-1], np.int64)
         self._missing = {shard.index for shard in generation.shards if shard.rows}
         self._lock = threading.Lock()
@@ -110,19 +109,25 @@ class Lookup:
         return place
 
     def _fill(self, shard: Shard) -> None:
-        index, first, stop = shard.index, int(self.first_user[shard.index]), int(self.first_user[shard.index + 1])
-        if len(self.users):
-            from semel.history.gather import fill_slots
+        from semel.history import gather
 
-            self.users[first:stop] = shard.users
-            slots = int(self.first_slot[index]), int(self.first_slot[index + 1])
-            self.slots[slots[0] : slots[1]] = -1
-            fill_slots(shard.users, *slots, self.slots)
-        records = self.records[first + index : stop + index + 1]
-        records[:, 0] = shard.offsets
-        for field, array in enumerate((shard.first, shard.last, shard.last_time), start=1):
-            records[:-1, field] = array
+        index = shard.index
+        records = self.records[self.first_user[index] : self.first_user[index + 1]]
+        records[:, gather.FIRST_ROW], records[:, gather.END_ROW] = shard.offsets[:-1], shard.offsets[1:]
+        records[:, gather.FIRST_VERSION], records[:, gather.LAST_VERSION] = shard.first, shard.last
+        records[:, gather.LAST_TIME] = shard.last_time
         self.time_index[self.first_step[index] : self.first_step[index + 1]] = shard.time_index
+        first, stop = int(self.first_slot[index]), int(self.first_slot[index + 1])
+        if stop > first:
+            records[:, gather.KEY] = shard.users
+            self.slots[first:stop] = -1
+            gather.fill_slots(shard.users, first, stop, self.slots)
+
+
+def _cache_lines(count: int) -> np.ndarray:
+    """[count, 8] int64, each row a cache line."""
+    room = np.empty(8 * count + 7, np.int64)
+    return room[-room.ctypes.data // 8 % 8 :][: 8 * count].reshape(count, 8)
 
 
 def _needed(missing: set[int], shard_of: np.ndarray) -> list[int]:

@@ -132,7 +132,7 @@ def _select(view: View, schema: EventSchema, pointers: Pointers, projection: Pro
     def cut(start: int, stop: int) -> bool:
         if schema.string_keys:
             return gather.cut(start, stop, *by_user)
-        return gather.cut_integers(start, stop, keys, lookup.users, lookup.first_slot, lookup.slots, *by_user)
+        return gather.cut_integers(start, stop, keys, lookup.first_slot, lookup.slots, *by_user)
 
     if size < SERIAL_POINTERS:
         all_plain = cut(0, size)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from semel.batch import Pointers
 from semel.history import CorruptFile, EventSchema, HistoryStore, Projection
-from semel.history.generation import GenerationWriter
+from semel.history.generation import FileWriter
 
 SCHEMA = {"n": pa.int32(), "pair": pa.list_(pa.int8(), 2)}
 SIZES = (1, 3, 127, 128, 129, 255, 256, 257, 640, 1500)
@@ -77,8 +77,8 @@ def test_many_pointers_are_shared_among_threads(filled):
 
 
 def test_a_time_index_that_disagrees_is_found(tmp_path, monkeypatch):
-    array = GenerationWriter.array
-    monkeypatch.setattr(GenerationWriter, "array", lambda self, file, values: array(
+    array = FileWriter.array
+    monkeypatch.setattr(FileWriter, "array", lambda self, file, values: array(
         self, file, values + 1 if file.endswith("time_index") else values))
     with HistoryStore.create(tmp_path / "store", EventSchema(SCHEMA), shards=1) as store:
         fill(store, pa.array(np.arange(len(SIZES))), span=700)
