@@ -139,7 +139,7 @@ class _Run:
             self.progress("append events", self.messages, total)
         if until_end and not stop.is_set() and self.messages:
             self._compact()
-        topic.commit(wait=True)
+        topic.finish()
         seconds = time.monotonic() - began
         if topic.lost:
             self.notes.append(f"up to {topic.lost:,} messages were gone from the broker before they were read")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 SCHEME = "kafka://"
-REFRESH_SECONDS = 30.0  # how often a look is taken for partitions that were added
+REFRESH_SECONDS = 30.0  # how often a look is taken for partitions that were added, and an outage spoken of
 _POLL_SECONDS = 0.2
 _MOST = 100_000  # messages of one poll; the client takes no more than a million
 _ANEW = "it was made anew; ingest a topic of another name, or into another store"
@@ -52,7 +52,9 @@ class KafkaTopic:
         self.next: dict[int, int] = {}
         self.lost = 0
         self._skip_lost, self._started, self._looked = False, False, time.monotonic()
-        self._trouble = ""  # what the client said last about its connections
+        self._trouble = ""  # what the client said last about its connections, and when that was logged last
+        self._logged: float | None = None
+        self._committed = False
         for name in config or {}:
             if name in _OURS:
                 raise ValueError(f"{name} is not for the client's settings: the store decides on it")
@@ -60,7 +62,7 @@ class KafkaTopic:
             "client.id": "semel", "log_level": 0, "allow.auto.create.topics": False, **(config or {}),
             "bootstrap.servers": self.brokers, "group.id": group or "semel", "enable.auto.commit": False,
             "enable.auto.offset.store": False, "auto.offset.reset": "error", "enable.partition.eof": True,
-            "error_cb": self._on_trouble}
+            "error_cb": self._on_trouble, "on_commit": self._on_commit}
         try:
             self._consumer = self._kafka.Consumer(settings)
         except self._kafka.KafkaException as error:
@@ -110,21 +112,31 @@ class KafkaTopic:
                 if error is not None:
                     self._on_error(message.partition(), message.offset(), error)
                 elif message.offset() >= self.next[message.partition()]:
+                    if self._logged is not None:
+                        self._logged = None
+                        log.warning("Kafka at %s answers again", self.brokers)
                     out.append(Message(message.partition(), message.offset(), message.value()))
                     self.next[message.partition()] = message.offset() + 1
             if out and until is None:
                 until = time.monotonic() + linger
         return out
 
-    def commit(self, wait: bool = False) -> None:
+    def commit(self) -> None:
         """Tell Kafka how far we are, for those who watch the group's lag; a refusal does not matter."""
         if self._group is None or not self.next:
             return
-        offsets = [self._kafka.TopicPartition(self.topic, *item) for item in self.next.items()]
-        try:
-            self._consumer.commit(offsets=offsets, asynchronous=not wait)
-        except self._kafka.KafkaException as error:
-            log.warning("offsets of %s were not committed to Kafka: %s", self.topic, _text(error))
+        self._committed = False
+        self._consumer.commit(offsets=[self._kafka.TopicPartition(self.topic, *item) for item in self.next.items()],
+                              asynchronous=True)
+
+    def finish(self) -> None:
+        """After the last append: commit, and wait a moment for Kafka to have it."""
+        if self._logged is not None:
+            return  # Kafka is away, and the client would wait for it when it is closed
+        self.commit()
+        deadline = time.monotonic() + self._timeout
+        while self._group is not None and not self._committed and time.monotonic() < deadline:
+            self._consumer.poll(_POLL_SECONDS)  # what it returns is read again by the next run
 
     def close(self) -> None:
         self._consumer.close()
@@ -195,8 +207,15 @@ class KafkaTopic:
 
     def _on_trouble(self, error: Any) -> None:
         self._trouble = error.str()
-        if self._started:  # the client tries again until it is told to stop
+        now = time.monotonic()
+        if self._started and (self._logged is None or now - self._logged > REFRESH_SECONDS):
+            self._logged = now  # the client tries again until it is told to stop, many times a second
             log.warning("Kafka at %s: %s", self.brokers, self._trouble)
+
+    def _on_commit(self, error: Any, _: Any) -> None:
+        self._committed = True
+        if error is not None and self._logged is None:
+            log.warning("offsets of %s were not committed to Kafka: %s", self.topic, error.str())
 
     def _unreachable(self, error: Exception, partition: int | None = None) -> OSError:
         self._consumer.poll(0)  # hands over what the client has to say

@@ -238,10 +238,10 @@ class HistoryStore:
         """How far ``source`` has got, as far as this handle sees: what the last append with a token of
         ``Position.then`` said. ``state`` None, version 0 for a source without one."""
         self._check_open()
-        if self._writer is not None:
-            with self._follower.moving:
-                return self._writer.tokens.position(source)
-        return self._again(lambda view: Tokens({**view.generation.tokens(), **self._follower.tokens})).position(source)
+        with self._follower.moving:
+            tokens = self._writer.tokens if self._writer is not None else self._again(
+                lambda view: Tokens({**view.generation.tokens(), **self._follower.tokens}))
+            return tokens.position(source)
 
     # -- reading ------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -18,6 +19,7 @@ from semel.history import EventSchema, HistoryStore, PositionMoved, Projection, 
 
 pytest.importorskip("confluent_kafka", reason="needs the client of the extra semel[kafka]")
 
+import kafka_broker
 from kafka_broker import Broker, event
 
 pytestmark = pytest.mark.timeout(120)
@@ -302,6 +304,39 @@ def test_offsets_are_committed_for_monitors_and_not_read(broker, topic, tmp_path
     finally:
         consumer.close()
     assert [partition.offset for partition in committed] == [3, 3, 3]
+
+
+BROKER = """
+from kafka_broker import Broker, event
+broker = Broker()
+broker.send("t", *(event(1, i, i) for i in range(30)))
+print(broker.address, flush=True)
+input()
+"""
+
+
+def test_a_broker_that_goes_away_is_waited_for_quietly_and_does_not_hold_up_the_end(tmp_path, caplog):
+    child = subprocess.Popen([sys.executable, "-c", BROKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                             cwd=Path(kafka_broker.__file__).parent)
+    stop, appended, reports = threading.Event(), threading.Event(), []
+    try:
+        url = f"kafka://{child.stdout.readline().strip()}/t"
+        thread = threading.Thread(target=lambda: reports.append(ingest_kafka(
+            url, tmp_path / "store", stop=stop, linger=0.1, group="lag", progress=lambda *_: appended.set())))
+        thread.start()
+        assert appended.wait(60)
+        child.kill()
+        time.sleep(3)
+        assert thread.is_alive()
+        began = time.monotonic()
+    finally:
+        child.kill()
+        child.communicate()
+        stop.set()
+        thread.join(60)
+    assert time.monotonic() - began < 10
+    assert reports[0].events == 30
+    assert 1 <= len([record for record in caplog.records if record.name == "semel.datasets"]) <= 3
 
 
 # Killed
