@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -132,14 +133,17 @@ class KafkaTopic:
     def finish(self) -> None:
         """After the last append: commit, and wait a moment for Kafka to have it."""
         if self._logged is not None:
-            return  # Kafka is away, and the client would wait for it when it is closed
+            return  # Kafka is away
         self.commit()
         deadline = time.monotonic() + self._timeout
         while self._group is not None and not self._committed and time.monotonic() < deadline:
             self._consumer.poll(_POLL_SECONDS)  # what it returns is read again by the next run
 
     def close(self) -> None:
-        self._consumer.close()
+        """Without waiting for brokers that are away: the client would for a commit that is under way, for minutes."""
+        closing = threading.Thread(target=self._consumer.close, name="kafka-close", daemon=True)
+        closing.start()
+        closing.join(self._timeout)
 
     # -- the client -------------------------------------------------------------------------------------------------
 

@@ -321,11 +321,11 @@ def test_a_broker_that_goes_away_is_waited_for_quietly_and_does_not_hold_up_the_
     stop, appended, reports = threading.Event(), threading.Event(), []
     try:
         url = f"kafka://{child.stdout.readline().strip()}/t"
-        thread = threading.Thread(target=lambda: reports.append(ingest_kafka(
+        thread = threading.Thread(daemon=True, target=lambda: reports.append(ingest_kafka(
             url, tmp_path / "store", stop=stop, linger=0.1, group="lag", progress=lambda *_: appended.set())))
         thread.start()
         assert appended.wait(60)
-        child.kill()
+        child.kill()  # while offsets are being committed to it
         time.sleep(3)
         assert thread.is_alive()
         began = time.monotonic()
@@ -334,7 +334,7 @@ def test_a_broker_that_goes_away_is_waited_for_quietly_and_does_not_hold_up_the_
         child.communicate()
         stop.set()
         thread.join(60)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20 and not thread.is_alive()
     assert reports[0].events == 30
     assert 1 <= len([record for record in caplog.records if record.name == "semel.datasets"]) <= 3
 
