@@ -156,8 +156,8 @@ def _inside(row: Any, source: str) -> Any:
 
 
 def column_of(values: Sequence[Any], want: pa.DataType) -> pa.Array:
-    """JSON values as a column of type ``want`` (strings plain). Nothing is rounded, cut or read out of strings, but
-    times; ValueError or TypeError for a value that does not fit."""
+    """JSON values as a column of type ``want`` (strings plain). No fraction is cut off, and nothing but times is read out
+    of strings; ValueError or TypeError for a value that does not fit."""
     if pa.types.is_dictionary(want) or pa.types.is_string(want):
         return pa.array(values, pa.string())
     if pa.types.is_boolean(want):
