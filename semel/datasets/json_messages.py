@@ -156,7 +156,7 @@ def _inside(row: Any, source: str) -> Any:
 
 
 def column_of(values: Sequence[Any], want: pa.DataType) -> pa.Array:
-    """JSON values as a column of type ``want`` (strings plain). No fraction is cut off, and nothing but times is read out
+    """JSON values as a column of type ``want`` (strings plain). No fraction is cut off, nothing but times is read out
     of strings; ValueError or TypeError for a value that does not fit."""
     if pa.types.is_dictionary(want) or pa.types.is_string(want):
         return pa.array(values, pa.string())
