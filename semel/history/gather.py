@@ -53,12 +53,17 @@ def shards_of_integers(keys, shards, out):
 
 
 @kernel
+def hash_string(data, start, stop):
+    h = _FNV_START
+    for at in range(start, stop):
+        h = (h ^ np.uint64(data[at])) * _FNV_PRIME
+    return mix(h)
+
+
+@kernel
 def shards_of_strings(offsets, data, shards, out):
     for i in range(len(offsets) - 1):
-        h = _FNV_START
-        for at in range(offsets[i], offsets[i + 1]):
-            h = (h ^ np.uint64(data[at])) * _FNV_PRIME
-        out[i] = np.int64(mix(h) % np.uint64(shards))
+        out[i] = np.int64(hash_string(data, offsets[i], offsets[i + 1]) % np.uint64(shards))
 
 
 @kernel

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from semel.history import grouping
 from semel.history.compaction import packed, shards_of
+from semel.history.distinct import Distinct
 from semel.history.errors import StoreError
 from semel.history.files import split_strings
 from semel.history.generation import NO_VALIDITY, Shard, piece_rows
@@ -31,7 +32,7 @@ LEAST_ROWS = 64  # of a chunk, however small the limit
 _A_ROW = 36  # bytes a row, while sorting: its code, key, time, place in the order, reference
 _KEPT = 26  # of them while columns are written: reference, time, version, validity
 _PACKING = 48  # bytes a value of a piece: before, after, as a 64-bit number, packed
-_STRING = 300  # bytes a user: its name as an object, in lists and tables
+_STRING = 450  # bytes a user: its name as an object, in lists and tables
 
 
 class Spill:
@@ -102,13 +103,18 @@ class Chunk:
     name_bytes: Parts | None = None
 
     @classmethod
-    def of(cls, arena: Arena, shards: int, spill: Spill | None = None) -> Chunk:
-        """Takes the arena's arrays away, one after the other."""
+    def of(cls, arena: Arena, shards: int, spill: Spill | None = None, users: Distinct | None = None) -> Chunk:
+        """Takes the arena's arrays away, one after the other. Counts string keys in ``users``."""
         rows = arena.rows
         keys = arena.arrays.pop("")[:rows]
         names: tuple[Parts, Parts] | tuple[()] = ()
         if arena.schema.string_keys:
-            of_row, keys, names = _by_shard_and_slot([text.encode() for text in arena.slots], keys, shards, spill)
+            slots = [text.encode() for text in arena.slots]
+            arena.slots.clear()
+            if users is not None:
+                users.add(*packed(slots))
+            of_row, keys, names = _by_shard_and_slot(slots, keys, shards, spill)
+            del slots
         else:
             of_row = shards_of(keys, shards)
         offsets, place = np.empty(shards + 1, np.int64), np.empty(rows, np.int64)
@@ -148,11 +154,13 @@ def _by_shard_and_slot(slots: list[bytes], keys: np.ndarray, shards: int, spill:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """A shard's part of all ``chunks``: see ``compaction.NewRows``."""
+    """A shard's part of all ``chunks``: see ``compaction.NewRows``. ``names``: about how many different strings its
+    users are."""
 
     schema: EventSchema
     shard: int
     chunks: Sequence[Chunk]
+    names: int = 0
 
     @property
     def rows(self) -> int:
@@ -204,10 +212,12 @@ class Partition:
 
     def __init__(self, folder: Path, schema: EventSchema, shards: int, rows: int, limit: int, workers: int) -> None:
         self._schema, self._shards, self._folder, self._limit = schema, shards, folder, limit
-        self.chunk_rows = min(max(limit // CHUNK // row_bytes(schema), LEAST_ROWS), max(rows, 1))
+        in_arena = row_bytes(schema) + (_STRING if schema.string_keys else 0)  # each row may be another user's
+        self.chunk_rows = min(max(limit // CHUNK // in_arena, LEAST_ROWS), max(rows, 1))
         self._arena = Arena(schema, self.chunk_rows)
         self._chunks: list[Future[Chunk]] = []
         self._spill: Spill | None = None
+        self._users = Distinct(shards) if schema.string_keys else None
         self.nbytes = 0
         # One thread sorts and writes while this one reads and checks the log.
         self._pool = ThreadPoolExecutor(1) if workers > 1 and rows > self.chunk_rows else None
@@ -238,7 +248,7 @@ class Partition:
 
     def _sort(self) -> None:
         arena, self._arena = self._arena, Arena(self._schema, self.chunk_rows)
-        size = arena.rows * row_bytes(self._schema)
+        size = arena.rows * row_bytes(self._schema) + sum(8 + len(text) for text in arena.slots)
         if self.nbytes + size <= self._limit // IN_MEMORY:
             self.nbytes += size
             spill = None
@@ -248,11 +258,11 @@ class Partition:
             spill = self._spill
         if self._pool is None:
             done: Future[Chunk] = Future()
-            done.set_result(Chunk.of(arena, self._shards, spill))
+            done.set_result(Chunk.of(arena, self._shards, spill, self._users))
         else:
             if self._chunks:
                 self._chunks[-1].result()  # no more than one full arena waits
-            done = self._pool.submit(Chunk.of, arena, self._shards, spill)
+            done = self._pool.submit(Chunk.of, arena, self._shards, spill, self._users)
         self._chunks.append(done)
 
     def shards(self) -> list[ShardRows]:
@@ -261,7 +271,8 @@ class Partition:
             self._sort()
         del self._arena
         chunks = [chunk.result() for chunk in self._chunks]
-        return [ShardRows(self._schema, shard, chunks) for shard in range(self._shards)]
+        names = [0] * self._shards if self._users is None else self._users.counts().tolist()
+        return [ShardRows(self._schema, shard, chunks, names[shard]) for shard in range(self._shards)]
 
 
 def row_bytes(schema: EventSchema) -> int:
@@ -284,8 +295,7 @@ def check_fits(old: Shard, new: ShardRows, free: int) -> int:
         pieces = max(pieces, values * min(old.rows + new.rows, piece_rows(column.shape)))
     need = old.rows * _A_ROW + new.rows * max(_A_ROW, _KEPT + widest) + pieces * _PACKING + old.nbytes
     if new.schema.string_keys:
-        need += _STRING * (old.user_count + sum(chunk.name_sizes.rows(new.shard) for chunk in new.chunks
-                                                if chunk.name_sizes is not None))
+        need += _STRING * (old.user_count + new.names)
     if need > free:
         raise StoreError(f"shard {new.shard} takes about {need:,} bytes of memory to compact, the memory limit leaves "
                          f"{free:,}: raise memory_limit, or copy the store into one of more shards")

@@ -85,7 +85,8 @@ class Work:
     def _finish(self, index: int, chunks: list[Chunk]) -> pa.Table:
         shutil.rmtree(self.building / shard_file(index, ""), ignore_errors=True)  # of an attempt that broke off
         old = Shard(Generation(self.folder, self.number, self.schema, self.shards, self.seal), index)
-        new = ShardRows(self.schema, index, chunks)
+        names = sum(chunk.name_sizes.rows(index) for chunk in chunks if chunk.name_sizes is not None)
+        new = ShardRows(self.schema, index, chunks, names)
         check_fits(old, new, self.limit)
         written = compact_shard(self.building, self.schema, self.codec, old, new, self.change)
         sync_files(self.building / file for file in written.files)  # by the machine that wrote them

@@ -63,6 +63,16 @@ def test_ingest_refuses_options_that_contradict(refused, tmp_path):
     assert "give one of them" in refused("ingest", path, "--data", path, "--store", tmp_path / "store")
 
 
+def test_compact_refuses_what_is_no_limit(refused, semel, tmp_path):
+    assert semel("ingest", table(tmp_path, some_events(2, 2)), "--store", tmp_path / "store").exit_code == 0
+    assert "'much' is not a size" in refused("compact", tmp_path / "store", "--memory-limit", "much")
+    assert "workers must be at least 1" in refused("compact", tmp_path / "store", "--workers", 0)
+    assert "local, ray" in refused("compact", tmp_path / "store", "--engine", "spark")
+    assert "raise memory_limit" in refused("compact", tmp_path / "store", "--memory-limit", 10, "--codec", "plain")
+    done = semel("compact", tmp_path / "store", "--memory-limit", "64MiB", "--workers", 1, "--codec", "plain")
+    assert done.exit_code == 0 and "generation 2" in done.stdout
+
+
 @pytest.mark.parametrize("verb", [
     ["train", "movies_rank", "--store", "{gone}"], ["train", "--resume", "{gone}"], ["evaluate", "{gone}"],
     ["serve", "{gone}", "--store", "{gone}"], ["replay", "{gone}", "--store", "{gone}"], ["report", "{gone}"],

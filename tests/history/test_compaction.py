@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from semel.history import EventSchema, HistoryStore, Projection, StoreError
-from semel.history.compaction import merge_bucket
+from semel.history.compaction import merge_bucket, packed, shards_of
+from semel.history.distinct import Distinct
 from semel.history.engines import memory_bytes
 from semel.history.partition import Spill
 from semel.history.reference import ReferenceStore
@@ -296,6 +297,17 @@ def test_what_is_no_limit(tmp_path: Path, options: dict[str, Any], words: str) -
     ("1GiB", 2**30), ("512MiB", 2**29), ("1.5 kB", 1500), ("64k", 64_000), (" 7 ", 7), ("2TB", 2 * 10**12), (9, 9)])
 def test_sizes(text: str | int, size: int) -> None:
     assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("users", [0, 1, 300, 20_000, 300_000])
+def test_how_many_strings_a_shard_has(users: int) -> None:
+    counter = Distinct(3)
+    for part in np.array_split(np.arange(users), 4):
+        names = [f"user-{n}".encode() for n in part.tolist()]
+        counter.add(*packed(names))
+        counter.add(*packed(names[::2]))  # counted once
+    exact = np.bincount(shards_of([f"user-{n}".encode() for n in range(users)], 3), minlength=3)
+    assert (np.abs(counter.counts() - exact) <= 0.07 * exact).all()
 
 
 def test_workers_wait_for_memory() -> None:
