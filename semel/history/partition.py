@@ -231,11 +231,6 @@ class Partition:
         if self._spill is not None:  # now that no thread writes to it
             self._spill.close()
 
-    @property
-    def spilled(self) -> int:
-        """Bytes in files."""
-        return 0 if self._spill is None else self._spill.size
-
     def add(self, batch: pa.RecordBatch, versions: int | np.ndarray) -> None:
         at = 0
         while at < batch.num_rows:

@@ -345,9 +345,9 @@ class HistoryStore:
 
         ``engine``: ``local``, threads of this process; ``ray``, a Ray cluster whose nodes see the store's folder
         (needs ``semel[ray]``). ``workers``: how many shards are written at a time. ``memory_limit``: what it may
-        allocate, bytes or "512MiB", "1GiB" (``ray``: each worker); the rest goes through a temporary file beside the
-        generation. ``codec``: ``packed`` columns, or ``plain`` ones, larger and a little faster to read. The
-        generation's bytes depend on none of the first three. ``retention``: how old events may be by their
+        allocate, bytes or "512MiB", "1GiB" (``ray``: for a shard); the rest goes through a temporary file in the
+        store's folder. (An append is read whole, however large.) ``codec``: ``packed`` columns, or ``plain`` ones,
+        larger and a little faster to read. The generation's bytes depend on none of the first three. ``retention``: how old events may be by their
         ``event_time`` and this machine's clock (a timedelta, or text like "90d", "12h"); older ones go, also from what
         older pointers read, whose status then says EXPIRED. ``progress(shards done, shards)``. Raises ValueError for
         what is none of these, StoreError where a shard does not fit into the limit.

@@ -151,9 +151,9 @@ class Events:
             if self.rows != rows:
                 raise RuntimeError("an older tail was appended to")
             if self.arena is not None:
+                self.arena.rows = rows  # what an append that was broken off left there does not count
                 self.arena.append(batch, versions)
-            self.ranges = extended(self.ranges, place)
-            self.rows += batch.num_rows
+            self.ranges, self.rows = extended(self.ranges, place), rows + batch.num_rows
 
     def load(self) -> Arena:
         """The arena, filled now if it is not there yet. Raises CorruptFile, GenerationGone."""
