@@ -160,7 +160,7 @@ class Events:
         if self.arena is None:
             with self._lock:
                 if self.arena is None:
-                    arena = Arena(self.schema, self.rows)
+                    arena = Arena(self.schema, 2 * self.rows)  # room for more costs nothing until it is used
                     for place in self.ranges:
                         for batch, versions in place.read():
                             arena.append(batch, versions)
