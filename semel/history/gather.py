@@ -154,6 +154,17 @@ def _time_at(data, row):
 
 
 @kernel
+def _prefetch_middles(array, low, high):
+    """Ask for what a binary search between ``low`` and ``high`` looks at first."""
+    quarter = (high - low) >> 2
+    middle = np.uint64(array.ctypes.data) + np.uint64((low + 2 * quarter) << 3)
+    prefetch(middle)
+    if quarter > 4:  # else it is in a cache line beside
+        prefetch(middle - np.uint64(quarter << 3))
+        prefetch(middle + np.uint64(quarter << 3))
+
+
+@kernel
 def _step_of(index, a, b, bound):
     """The step of 128 rows in which the first of the rows [a, b), not none, lies whose time is at least ``bound``, or
     at whose end if none of it is. ``index``: the time of every 128th row."""
@@ -198,6 +209,12 @@ def cut(start, stop, shard_of, user, first_user, records, first_step, time_index
     step = np.empty(GROUP, np.int64)
     for group in range(start, stop, GROUP):  # a group's memory is asked for before any of it is waited for
         last = min(group + GROUP, stop)
+        for p in range(group, last):
+            if user[p] >= 0:
+                record = records[first_user[shard_of[p]] + user[p]]
+                if record[LAST_TIME] >= as_of[p]:
+                    first = first_step[shard_of[p]]
+                    _prefetch_middles(time_index, first + (record[FIRST_ROW] >> 7), first + (record[END_ROW] >> 7))
         for p in range(group, last):
             low[p] = 0
             high[p] = 0
