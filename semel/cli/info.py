@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import typer
 
 CORE = ("torch", "numpy", "pyarrow", "numba", "safetensors", "typer", "rich", "fastapi", "uvicorn", "httpx",
-        "prometheus-client", "platformdirs", "plotly", "jinja2", "tensorboard")
+        "prometheus-client", "platformdirs", "plotly", "jinja2", "tensorboard", "obstore")
 EXTRAS = {
-    "obstore": "object storage",
     "ray": "more than one machine",
     "confluent-kafka": "events and exposures from Kafka",
     "redis": "deltas over Redis",

@@ -170,7 +170,7 @@ class Deletions:
         self.deletions = tuple(deletions)
         self.schema, self.dictionaries = schema, dictionaries
         self._lock = threading.Lock()
-        self._in_shards: tuple[Generation | None, dict[int, np.ndarray]] = (None, {})
+        self._in_shards: tuple[int | None, dict[int, np.ndarray]] = (None, {})
         self._in_tail: tuple[Any, dict[int, np.ndarray]] = (None, {})
 
     def __bool__(self) -> bool:
@@ -203,8 +203,8 @@ class Deletions:
     def rows(self, generation: Generation, tail: Tail) -> dict[int, np.ndarray]:
         """By place (``IN_TAIL`` or shard) the rows, ascending, that were deleted one by one."""
         with self._lock:
-            if self._in_shards[0] is not generation:
-                self._in_shards = (generation, self._find(lambda users: _in_shards(generation, users)))
+            if self._in_shards[0] != generation.number:
+                self._in_shards = (generation.number, self._find(lambda users: _in_shards(generation, users)))
             if self._in_tail[0] is not tail.events:  # it only grows by events of later versions
                 self._in_tail = (tail.events, self._find(lambda users: [_in_tail(tail, users)]))
             return {**self._in_shards[1], **self._in_tail[1]}

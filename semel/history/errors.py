@@ -21,7 +21,8 @@ class StoreLocked(StoreError):
 
 
 class WriterFenced(StoreError):
-    """The writer's lock was taken over; what it was about to append is not acknowledged, and it writes no more."""
+    """Another writer took the store over; what this one was about to append is not acknowledged, and it writes no
+    more."""
 
 
 class WriterUnavailable(StoreError, ConnectionError):
@@ -49,3 +50,8 @@ class CorruptFile(StoreError):
 
 class GenerationGone(StoreError):
     """A compaction removed this generation while it was being opened. Internal: the reader retries with the new one."""
+
+
+class Overtaken(Exception):
+    """On object storage: the version that an append was to get is taken by a late write of the owner before.
+    Internal: the writer reads that record and gives the append the next version."""

@@ -1,8 +1,8 @@
 """Files of the store: sealed arrays that are memory-mapped, JSON with a checksum, and durable renames.
 
 A sealed array file (``docs/formats/history.md``) is a 64-byte header, the values from byte 64 on, plain or packed, zero
-padding to 8 bytes, then one CRC-32 for each MiB of values. The header's own CRC covers the block CRCs too, so the pair
-(size, header CRC) that the generation's manifest keeps identifies a file.
+padding to 8 bytes, then one CRC-32 for each 64 KiB of values. The header's own CRC covers the block CRCs too, so the
+pair (size, header CRC) that the generation's manifest keeps identifies a file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 MAGIC = b"SEMELCOL"
 FORMAT = 1
 CODEC_PLAIN, CODEC_PACKED = 0, 1
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 16  # what a range of an object must be fetched with, to be checked; files say how much theirs is
 # magic, format, codec, bytes a row, rows, bytes of values, bytes a checksum block, CRC of the block CRCs, padding,
 # CRC of the 60 bytes before it
 _HEADER = struct.Struct("<8sIIIQQIII12x")
@@ -94,21 +95,21 @@ def map_array(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, .
 def map_column(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray | Packed:
     """``map_array`` for a file that may be packed: then the column as kernels take it."""
     dtype = np.dtype(dtype)
-    mapped, codec, width, rows, count = checked(path, entry)
-    if width != _row_bytes(dtype, shape) or (codec == CODEC_PLAIN and width * rows != count):
-        raise CorruptFile(f"{path}: {rows} rows of {width} bytes, expected rows of {dtype} {list(shape)}")
-    if codec == CODEC_PACKED:
+    mapped, head = checked(path, entry)
+    check_rows(head, dtype, shape, path)
+    if head.codec == CODEC_PACKED:
         from semel.history.packing import view_packed
 
         try:
-            return view_packed(np.frombuffer(mapped, np.uint8, count, HEADER_BYTES), rows * width // dtype.itemsize)
+            return view_packed(np.frombuffer(mapped, np.uint8, head.count, HEADER_BYTES),
+                               head.rows * head.width // dtype.itemsize)
         except ValueError as error:
             raise CorruptFile(f"{path}: {error}") from None
-    return np.frombuffer(mapped, dtype, count // dtype.itemsize, HEADER_BYTES).reshape(rows, *shape)
+    return np.frombuffer(mapped, dtype, head.count // dtype.itemsize, HEADER_BYTES).reshape(head.rows, *shape)
 
 
-def checked(path: Path, entry: dict[str, int]) -> tuple[mmap.mmap, int, int, int, int]:
-    """(mapped file, codec, bytes a row, rows, bytes of values), every block checked against its CRC."""
+def checked(path: Path, entry: dict[str, int]) -> tuple[mmap.mmap, Header]:
+    """The mapped file and its header, every block checked against its CRC."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -117,24 +118,57 @@ def checked(path: Path, entry: dict[str, int]) -> tuple[mmap.mmap, int, int, int
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise GenerationGone(f"{path} is missing") from None
-    head = mapped[: HEADER_BYTES - 4]
+    head = parse_header(mapped[:HEADER_BYTES], entry, path)
+    stored = block_checksums(mapped[HEADER_BYTES + head.count :], head, path)
+    data = memoryview(mapped)[HEADER_BYTES : HEADER_BYTES + head.count]
+    for index, at in enumerate(range(0, head.count, head.block)):
+        check_block(data[at : at + head.block], stored, index, head, path)
+    return mapped, head
+
+
+@dataclass(frozen=True)
+class Header:
+    """``count`` bytes of values, ``width`` a row, in checksum blocks of ``block`` bytes."""
+
+    codec: int
+    width: int
+    rows: int
+    count: int
+    block: int
+    footer_crc: int
+
+
+def parse_header(head: bytes, entry: dict[str, int], path: Path | str) -> Header:
+    """The first ``HEADER_BYTES`` of an array file. Raises CorruptFile, StoreError for a format that is not known."""
     if head[:8] != MAGIC:
         raise CorruptFile(f"{path}: not a column file (starts with {bytes(head[:8])!r})")
-    _, version, codec, width, rows, count, block, footer_crc, _ = _HEADER.unpack(head)
-    seal = zlib.crc32(head)
-    if (seal,) != struct.unpack_from("<I", mapped, HEADER_BYTES - 4) or seal != entry["seal"]:
+    _, version, codec, width, rows, count, block, footer_crc, _ = _HEADER.unpack(head[:-4])
+    seal = zlib.crc32(head[:-4])
+    if (seal,) != struct.unpack("<I", head[-4:]) or seal != entry["seal"]:
         raise CorruptFile(f"{path}: header does not match its checksum")
     if version != FORMAT or codec not in (CODEC_PLAIN, CODEC_PACKED):
         raise StoreError(f"{path}: format {version}, codec {codec}; this Semel reads format {FORMAT}, codecs 0 and 1")
-    footer = mapped[HEADER_BYTES + count :]
-    if zlib.crc32(footer) != footer_crc:
+    return Header(codec, width, rows, count, block, footer_crc)
+
+
+def block_checksums(footer: bytes, head: Header, path: Path | str) -> np.ndarray:
+    """The CRC of each block, from all that follows the values. Raises CorruptFile."""
+    if zlib.crc32(footer) != head.footer_crc:
         raise CorruptFile(f"{path}: block checksums are damaged")
-    data = memoryview(mapped)[HEADER_BYTES : HEADER_BYTES + count]
-    stored = np.frombuffer(footer, "<u4", offset=-count % 8)
-    for index, at in enumerate(range(0, count, block)):
-        if zlib.crc32(data[at : at + block]) != stored[index]:
-            raise CorruptFile(f"{path}: block {index} (bytes {HEADER_BYTES + at} on) does not match its checksum")
-    return mapped, codec, width, rows, count
+    return np.frombuffer(footer, "<u4", offset=-head.count % 8)
+
+
+def check_block(data: memoryview | bytes, stored: np.ndarray, index: int, head: Header, path: Path | str) -> None:
+    """Raises CorruptFile where block ``index`` is not what was written."""
+    if zlib.crc32(data) != stored[index]:
+        raise CorruptFile(f"{path}: block {index} (bytes {HEADER_BYTES + index * head.block} on) does not match its "
+                          "checksum")
+
+
+def check_rows(head: Header, dtype: np.dtype, shape: tuple[int, ...], path: Path | str) -> None:
+    """Raises CorruptFile where the file does not hold rows of this type."""
+    if head.width != _row_bytes(dtype, shape) or (head.codec == CODEC_PLAIN and head.width * head.rows != head.count):
+        raise CorruptFile(f"{path}: {head.rows} rows of {head.width} bytes, expected rows of {dtype} {list(shape)}")
 
 
 def write_strings(path: Path, values: list[bytes]) -> dict[str, dict[str, int]]:
@@ -214,7 +248,7 @@ def dump_json(body: dict[str, Any]) -> bytes:
     return text + f',\n "checksum": {zlib.crc32(text)}\n}}\n'.encode()
 
 
-def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+def parse_json(content: bytes, path: Path | str) -> dict[str, Any]:
     """The inverse of ``dump_json``; CorruptFile where text and checksum disagree."""
     try:
         text, _, tail = content.rpartition(b',\n "checksum": ')

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from semel.history.errors import CorruptFile, GenerationGone, StoreError
 from semel.history.files import (
     checked,
     dump_json,
-    map_array,
     map_column,
     parse_json,
     replace_file,
@@ -42,6 +41,54 @@ NO_VALIDITY.flags.writeable = False
 PIECE_VALUES = 1 << 16
 """Of a column that is written: with all that is made of them they stay in the processor's cache."""
 _TIMES = ("event_time", "version")
+
+
+Rows = tuple[np.ndarray, np.ndarray]
+"""Ranges of a shard's rows: where each begins, where it ends."""
+
+
+class Files(Protocol):
+    """Where a generation's files lie: ``LocalFiles``, or ``block_cache.CachedFiles`` before object storage."""
+
+    def for_read(self) -> Files | None:
+        """The same for one read, where what is asked for must be fetched and then be kept for it; None where all of
+        the files is there anyway."""
+
+    def info(self) -> bytes:
+        """What ``generation.json`` holds. Raises GenerationGone."""
+
+    def column(self, file: str, entry: dict[str, int], dtype: Any, shape: tuple[int, ...], rows: Rows | None,
+               ) -> np.ndarray | Packed:
+        """The column in a file, at least the ``rows`` of it (None: all). Raises CorruptFile, GenerationGone."""
+
+    def check(self, file: str, entry: dict[str, int]) -> None:
+        """Read every byte. Raises CorruptFile, GenerationGone."""
+
+
+class LocalFiles:
+    """The files of a folder, mapped whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+
+    def for_read(self) -> None:
+        return None
+
+    def info(self) -> bytes:
+        path = self._folder / NAME
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise GenerationGone(f"{path} is missing") from None
+
+    def column(self, file: str, entry: dict[str, int], dtype: Any, shape: tuple[int, ...], rows: Rows | None = None,
+               ) -> np.ndarray | Packed:
+        with self._lock:  # so that two threads do not check the same file twice
+            return map_column(self._folder / file, entry, dtype, shape)
+
+    def check(self, file: str, entry: dict[str, int]) -> None:
+        checked(self._folder / file, entry)
 
 
 class Shard:
@@ -118,6 +165,14 @@ class Shard:
 
     def has_nulls(self, name: str) -> bool:
         return shard_file(self.index, f"{self._generation.place(name)[0]}.valid") in self._generation.info["files"]
+    def fetch(self, name: str, rows: Rows) -> None:
+        """Have these rows of a column, and their validity, here; ``column`` and ``valid`` promise no other ones from
+        then on. For a read on object storage (``Generation.for_read``)."""
+        file, dtype, shape = self._generation.place(name)
+        self._columns[name] = self._generation.column(shard_file(self.index, file), dtype, shape, rows)
+        file = shard_file(self.index, f"{file}.valid")
+        if file in self._generation.info["files"]:
+            self._valid[name] = self._generation.column(file, np.dtype(bool), (), rows)
 
     def validity(self, name: str) -> np.ndarray:
         """[rows] bool, or empty where no value of the shard is null."""
@@ -143,20 +198,20 @@ def _plain(column: np.ndarray | Packed, rows: int, dtype: np.dtype, shape: tuple
 
 
 class Generation:
-    """A generation's folder. ``number`` 0 is the empty generation of a new store."""
+    """A generation in ``folder``, a local one unless ``files`` say where else. ``number`` 0 is the empty generation of
+    a new store."""
 
-    def __init__(self, folder: Path | None, number: int, schema: EventSchema, shards: int, seal: int = 0) -> None:
+    def __init__(self, folder: Path | str | None, number: int, schema: EventSchema, shards: int, seal: int = 0,
+                 files: Files | None = None, info: dict[str, Any] | None = None) -> None:
         self.folder, self.number, self.schema, self.seal = folder, number, schema, seal
         self.positions = {name: (i, column) for i, (name, column) in enumerate(schema.layout.items())}
         self.info: dict[str, Any] = {"rows": [0] * shards, "users": [0] * shards, "files": {}}
-        self._lock = threading.Lock()
-        if folder is not None:
-            path = folder / NAME
-            try:
-                content = path.read_bytes()
-            except (FileNotFoundError, NotADirectoryError):
-                raise GenerationGone(f"{path} is missing") from None
-            self.info = parse_json(content, path)
+        self.files: Files = files or LocalFiles(Path(folder or ""))
+        if info is not None:
+            self.info = info
+        elif folder is not None:
+            path = f"{folder}/{NAME}"
+            self.info = parse_json(self.files.info(), path)
             if self.info.get("magic") != MAGIC or self.info["checksum"] != seal:
                 raise CorruptFile(f"{path} is not the file that the store's manifest names")
             if self.info["format"] != FORMAT:
@@ -164,13 +219,25 @@ class Generation:
         self.shards = [Shard(self, index) for index in range(shards)]
         self.lookup = Lookup(self)
 
-    def array(self, file: str, dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
-        with self._lock:  # so that two threads do not check the same file twice
-            return map_array(self._path(file), self._entry(file), dtype, shape)
+    def for_read(self) -> Generation | None:
+        """The same generation for one read (``Files.for_read``): its shards hold what the read has asked for."""
+        files = self.files.for_read() if self.number else None
+        if files is None:
+            return None
+        one = Generation(self.folder, self.number, self.schema, len(self.shards), self.seal, files, self.info)
+        one.lookup = self.lookup.for_read(one)
+        one.__dict__.update(deleted=self.deleted, expired=self.expired)  # cached properties: they are read once
+        return one
 
-    def column(self, file: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | Packed:
-        with self._lock:
-            return map_column(self._path(file), self._entry(file), dtype, shape)
+    def array(self, file: str, dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
+        array = self.files.column(file, self._entry(file), dtype, shape, None)
+        if isinstance(array, tuple):
+            raise CorruptFile(f"{self.folder}/{file} is packed, which is for columns only")
+        return array
+
+    def column(self, file: str, dtype: np.dtype, shape: tuple[int, ...], rows: Rows | None = None,
+               ) -> np.ndarray | Packed:
+        return self.files.column(file, self._entry(file), dtype, shape, rows)
 
     def place(self, name: str) -> tuple[str, np.dtype, tuple[int, ...]]:
         """(file within a shard, dtype, shape of a row) of a schema column, ``event_time`` or ``version``."""
@@ -222,10 +289,6 @@ class Generation:
         until = self.array(f"{name}.version", np.int64) if name == "deleted" else np.full(len(users), NEVER)
         return Marks(users, first, time, until)
 
-    def _path(self, file: str) -> Path:
-        assert self.folder is not None
-        return self.folder / file
-
     def _entry(self, file: str) -> dict[str, int]:
         try:
             return dict(self.info["files"][file])
@@ -249,7 +312,7 @@ class Generation:
         """Check every block of every file, and that the shards' parts fit together; (files, bytes). Raises
         CorruptFile."""
         for file, entry in self.info["files"].items():
-            checked(self._path(file), entry)
+            self.files.check(file, entry)
         for shard in self.shards:
             if not shard.rows:
                 continue

@@ -64,6 +64,8 @@ class WriterLock:
             raise WriterFenced(f"{self.path} is no longer this writer's (its owner now: process {owner(self.path)}); "
                                "nothing more is written through this handle")
 
+    confirm = check
+
     def _in_place(self) -> bool:
         try:
             return self._handle >= 0 and os.path.samestat(os.stat(self.path), os.fstat(self._handle))

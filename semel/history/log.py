@@ -9,6 +9,7 @@ damage, and an error. ``docs/formats/history.md`` gives the bytes.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import struct
@@ -137,6 +138,20 @@ def encode_record(batch: pa.RecordBatch | pa.Table, metadata: dict[str, Any]) ->
     return b"".join((_RECORD.pack(b"SREC", len(text), len(body), payload, zlib.crc32(head)), text, body, _END))
 
 
+def encode_object(batch: pa.RecordBatch | pa.Table, metadata: dict[str, Any]) -> bytes:
+    """A whole segment of one record: what object storage keeps of a commit."""
+    return _SEGMENT.pack(MAGIC, FORMAT, 0) + encode_record(batch, metadata)
+
+
+def decode_object(content: bytes, where: Path | str) -> tuple[dict[str, Any], pa.RecordBatch]:
+    """(metadata, batch) of such a segment. Raises CorruptFile."""
+    _check_segment(content[:SEGMENT_HEADER], where)
+    record = _read_record(io.BytesIO(content), where, SEGMENT_HEADER, len(content))
+    if record is None or record[2] != len(content):
+        raise CorruptFile(f"{where}: does not hold one whole record")
+    return record[0], record[1]
+
+
 def single_batch(table: pa.Table) -> pa.RecordBatch:
     """A table as one batch."""
     table = table.combine_chunks()
@@ -177,7 +192,7 @@ def read_records(path: Path, offset: int = SEGMENT_HEADER, sealed: int | None = 
             yield metadata, batch, offset
 
 
-def _check_segment(head: bytes, path: Path) -> None:
+def _check_segment(head: bytes, path: Path | str) -> None:
     if len(head) < SEGMENT_HEADER:
         raise CorruptFile(f"{path}: shorter than a segment's header")
     magic, version, reserved = _SEGMENT.unpack(head)
@@ -187,7 +202,8 @@ def _check_segment(head: bytes, path: Path) -> None:
         raise StoreError(f"{path}: log format {version}, this Semel reads {FORMAT}")
 
 
-def _read_record(file: Any, path: Path, offset: int, size: int) -> tuple[dict[str, Any], pa.RecordBatch, int] | None:
+def _read_record(file: Any, path: Path | str, offset: int, size: int,
+                 ) -> tuple[dict[str, Any], pa.RecordBatch, int] | None:
     """The record at ``offset``, or None where the file ends or its last record is torn."""
     file.seek(offset)
     head = file.read(_RECORD.size)

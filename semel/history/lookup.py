@@ -5,6 +5,7 @@ Filled a shard at a time, when a read first needs the shard: mapping a file chec
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable
@@ -85,6 +86,16 @@ class Lookup:
         self._missing = {shard.index for shard in generation.shards if shard.rows}
         self._lock = threading.Lock()
         self._columns: dict[str, ColumnPlace] = {}
+
+    def for_read(self, generation: Generation) -> Lookup:
+        """The same users, read once for all; columns as ``generation``, which is for one read, has them."""
+        one = copy.copy(self)
+        one._generation, one._columns = generation, {}
+        return one
+
+    def missing(self, shard_of: np.ndarray) -> list[int]:
+        """Those of the shards ``shard_of`` [P] that ``need`` would read."""
+        return _needed(self._missing, shard_of)
 
     def need(self, shard_of: np.ndarray) -> None:
         """Have the users of these shards [P] ready."""

@@ -32,7 +32,8 @@ class Segment:
 class Manifest:
     """``generation``: its number, 0 for none; ``generation_seal``: the checksum of its ``generation.json``;
     ``compacted`` [shards]: the highest version in the generation; ``versions`` [shards]: the highest version when the
-    manifest was written (later ones are in the active segment); ``sealed`` and ``active``: the log."""
+    manifest was written (later ones are in the active segment); ``sealed`` and ``active``: the log. On object storage
+    also ``folder``: the generation's name, and ``writer``: the handle that took the store over last."""
 
     schema: EventSchema
     shards: int
@@ -42,6 +43,8 @@ class Manifest:
     versions: tuple[int, ...]
     sealed: tuple[Segment, ...]
     active: int
+    folder: str = ""
+    writer: str = ""
 
     @classmethod
     def new(cls, schema: EventSchema, shards: int) -> Manifest:
@@ -59,8 +62,8 @@ class Manifest:
     def first_segment(self) -> int:
         return self.sealed[0].number if self.sealed else self.active
 
-    def save(self, folder: Path) -> None:
-        body = {
+    def content(self) -> bytes:
+        body: dict[str, Any] = {
             "magic": MAGIC, "format": FORMAT, "hash": HASH, "shards": self.shards, **self.schema.to_json(),
             "generation": self.generation, "generation_seal": self.generation_seal,
             "compacted": list(self.compacted), "versions": list(self.versions),
@@ -70,7 +73,11 @@ class Manifest:
                 "active": self.active,
             },
         }
-        replace_file(folder / NAME, dump_json(body))
+        body |= {key: value for key, value in (("folder", self.folder), ("writer", self.writer)) if value}
+        return dump_json(body)
+
+    def save(self, folder: Path) -> None:
+        replace_file(folder / NAME, self.content())
 
 
 def read_manifest(folder: Path) -> bytes:
@@ -83,8 +90,8 @@ def read_manifest(folder: Path) -> bytes:
         raise StoreNotFound(f"no history store at {folder}: there is no {NAME} in it") from None
 
 
-def parse_manifest(content: bytes, folder: Path) -> Manifest:
-    path = folder / NAME
+def parse_manifest(content: bytes, folder: Path | str) -> Manifest:
+    path = f"{folder}/{NAME}"
     body = parse_json(content, path)
     if body.get("magic") != MAGIC:
         raise StoreNotFound(f"{path} does not belong to a history store")
@@ -94,7 +101,8 @@ def parse_manifest(content: bytes, folder: Path) -> Manifest:
     try:
         sealed = tuple(Segment(s["segment"], s["bytes"], s["last_version"]) for s in body["log"]["sealed"])
         return Manifest(EventSchema.from_json(body), body["shards"], body["generation"], body["generation_seal"],
-                        tuple(body["compacted"]), tuple(body["versions"]), sealed, body["log"]["active"])
+                        tuple(body["compacted"]), tuple(body["versions"]), sealed, body["log"]["active"],
+                        body.get("folder", ""), body.get("writer", ""))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFile(f"{path}: {error}") from None
 
@@ -114,5 +122,5 @@ def local_path(url: str | os.PathLike[str]) -> Path:
         return Path(text)
     parts = urlsplit(text)
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
-        raise ValueError(f"cannot open {text!r}: stores are local folders (a path or file:// URL)")
+        raise ValueError(f"{text!r} is no local folder (a path or file:// URL)")
     return Path(unquote(parts.path))

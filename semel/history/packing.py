@@ -82,12 +82,26 @@ def pack_pieces(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 def view_packed(payload: np.ndarray, values: int) -> Packed:
     """The column in ``payload`` (uint8, 8-byte aligned). Raises ValueError where it cannot be one of ``values``
     values: after this check no read leaves the payload."""
-    blocks = -(-values // BLOCK)
-    end = len(payload) - 4 * (blocks + 1)
+    data, starts = view_directory(payload, values)
+    if not _fits(data, starts, values):
+        raise ValueError("blocks do not lie where they should")
+    return data, starts
+
+
+def directory_at(size: int, values: int) -> int:
+    """Where the directory begins in a payload of ``size`` bytes. Raises ValueError where that cannot be one of
+    ``values`` values."""
+    end = size - 4 * (-(-values // BLOCK) + 1)
     if end < 16 or end % 8:
-        raise ValueError(f"{len(payload)} bytes cannot hold {values} packed values")
+        raise ValueError(f"{size} bytes cannot hold {values} packed values")
+    return end
+
+
+def view_directory(payload: np.ndarray, values: int) -> Packed:
+    """``view_packed`` where only the directory is there yet: blocks are not looked at."""
+    end = directory_at(len(payload), values)
     data, starts = payload[:end], payload[end:].view("<u4")
-    if _before_directory(int(starts[-1])) != end or not _fits(data, starts, values):
+    if starts[0] or (np.diff(starts.astype(np.int64)) < 2).any() or _before_directory(int(starts[-1])) != end:
         raise ValueError("blocks do not lie where they should")
     return data, starts
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,28 @@ import pyarrow as pa
 from semel.history.errors import GenerationGone
 from semel.history.log import read_records
 from semel.history.records import appends_of, versions_of
+
+
+class Range(Protocol):
+    """``rows`` events of the versions ``first`` to ``last``, as they lie in the log, where they never change."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int: ...
+
+    def joined(self, other: Any) -> Any:
+        """This range and ``other`` as one, or None where ``other`` does not follow it."""
+
+    def read(self) -> Iterator[tuple[pa.RecordBatch, int | np.ndarray]]:
+        """(batch, its version or [rows] versions) of each record, checked against its CRC. Raises CorruptFile, and
+        GenerationGone where a compaction has removed it: the next generation holds its events."""
+
+
+PlaceOf = Callable[[int, int, int], Range]
+"""Makes the range of a record that was just read or written, of its rows, first and last version."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +50,25 @@ class LogRange:
     last: int
 
     def joined(self, other: LogRange) -> LogRange | None:
-        """This range and ``other`` as one, or None where ``other`` does not follow it."""
         if self.path != other.path or self.end != other.start:
             return None
         return replace(self, end=other.end, rows=self.rows + other.rows, last=other.last)
 
     def read(self) -> Iterator[tuple[pa.RecordBatch, int | np.ndarray]]:
-        """(batch, its version or [rows] versions) of each record, checked against its CRC. Raises CorruptFile, and
-        GenerationGone where a compaction has removed the segment: the next generation holds its events."""
         try:
             for metadata, batch, _ in read_records(self.path, self.start, sealed=self.end):
-                appends = appends_of(metadata, batch.num_rows)
-                yield batch, appends[-1].version if len(appends) == 1 else versions_of(appends)
+                yield batch, versions_in(metadata, batch)
         except FileNotFoundError:
             raise GenerationGone(f"{self.path} is missing") from None
 
 
-def extended(ranges: tuple[LogRange, ...], more: LogRange) -> tuple[LogRange, ...]:
+def versions_in(metadata: dict[str, Any], batch: pa.RecordBatch) -> int | np.ndarray:
+    """The version of a record's events, or [rows] versions."""
+    appends = appends_of(metadata, batch.num_rows)
+    return appends[-1].version if len(appends) == 1 else versions_of(appends)
+
+
+def extended(ranges: tuple[Range, ...], more: Range) -> tuple[Range, ...]:
     """``ranges`` and the one that follows them."""
     whole = ranges[-1].joined(more) if ranges else None
     return (*ranges, more) if whole is None else (*ranges[:-1], whole)

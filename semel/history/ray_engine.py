@@ -106,10 +106,11 @@ def write_shards(folder: Path, view: View, codec: Codec, workers: int, limit: in
     from ray.exceptions import RayError
 
     old = view.generation
-    work = Work(folder.absolute(), codec, old.folder and old.folder.absolute(), old.number, old.seal, old.schema,
-                len(old.shards), limit, change)
+    old_folder = None if old.folder is None else Path(old.folder).absolute()
+    work = Work(folder.absolute(), codec, old_folder, old.number, old.seal, old.schema, len(old.shards), limit, change)
     ranges, arrival = [], 0
     for place in view.tail.ranges:
+        assert isinstance(place, LogRange)  # of a store in a folder
         ranges.append({"range": json.dumps({**asdict(place), "path": str(place.path.absolute()), "arrival": arrival})})
         arrival += place.rows
     rest = set(range(work.shards))

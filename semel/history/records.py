@@ -47,6 +47,13 @@ def appends_of(metadata: dict[str, Any], rows: int) -> list[AppendedRows]:
     return [AppendedRows(first + i, count, tokens.get(str(i))) for i, count in enumerate(counts)]
 
 
+def span(metadata: dict[str, Any]) -> tuple[int, int]:
+    """The first and the last version of any record. Raises KeyError, TypeError for a JSON that names none."""
+    if "version" in metadata:
+        return metadata["version"], metadata["version"]
+    return metadata["first_version"], metadata["first_version"] + len(metadata["rows"]) - 1
+
+
 def versions_of(appends: Sequence[AppendedRows]) -> np.ndarray:
     """[rows] int64, ascending: the version of each of the record's events."""
     versions = np.array([append.version for append in appends], np.int64)

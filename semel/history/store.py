@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -23,26 +22,14 @@ from semel.history.errors import (
     GenerationGone,
     NotCompacted,
     StoreError,
-    StoreExists,
     VersionNotVisible,
 )
-from semel.history.files import sync_folder
 from semel.history.following import RETRIES, Follower, View, verify
-from semel.history.generation import CODECS, Codec, Generation
-from semel.history.leases import Lease, remove_generations
-from semel.history.locking import WriterLock
-from semel.history.log import SEGMENT_HEADER, SegmentWriter
-from semel.history.manifest import (
-    NAME,
-    Manifest,
-    generation_path,
-    local_path,
-    parse_manifest,
-    read_manifest,
-    segment_path,
-)
+from semel.history.generation import CODECS, Codec
+from semel.history.manifest import Manifest
 from semel.history.positions import Position, Tokens
 from semel.history.schema import RESERVED, EventSchema, Projection, check_named_events
+from semel.history.storage import CACHE_BYTES, Owner, Storage, storage_of
 from semel.history.tail import Tail
 from semel.history.writing import Writer
 
@@ -60,15 +47,15 @@ class HistoryStore:
     open the store with ``mode="r"``. A read is answered from an immutable view, so readers never wait for a writer.
     """
 
-    def __init__(self, path: Path, mode: str, lock: WriterLock | None, at_version: int | None = None) -> None:
-        self.path, self.mode, self.at_version = path, mode, at_version
+    def __init__(self, storage: Storage, mode: str, lock: Owner | None, at_version: int | None = None) -> None:
+        self._storage, self.path, self.mode, self.at_version = storage, storage.path, mode, at_version
         self._compacting = threading.RLock()  # held by whoever makes or removes generations
         self._closed = False
         self._checked: set[Projection] = set()
-        self._follower = Follower(path, durable_only=lock is None)
+        self._follower = Follower(storage, durable_only=lock is None)
         self._follower.refresh()
         if at_version is not None and at_version > self._follower.view.version:
-            raise VersionNotVisible(f"{path} cannot be opened at version {at_version}: it is at version "
+            raise VersionNotVisible(f"{self.path} cannot be opened at version {at_version}: it is at version "
                                     f"{self._follower.view.version}")
         self._writer: Writer | None = None
         if lock is not None:  # after the log was read: a segment that is missing must not be made anew
@@ -82,34 +69,32 @@ class HistoryStore:
     # -- opening and closing ------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, url: str | os.PathLike[str], schema: EventSchema, shards: int = 16) -> HistoryStore:
-        """Make an empty store at a local path (or file:// URL) and open it for appending. Raises StoreExists where
-        there is one, ValueError for a bad schema or shard count."""
-        path = local_path(url)
+    def create(cls, url: str | os.PathLike[str], schema: EventSchema, shards: int = 16, *,
+               storage_options: Mapping[str, Any] | None = None, cache_bytes: int = CACHE_BYTES,
+               cache_folder: str | os.PathLike[str] | None = None) -> HistoryStore:
+        """Make an empty store at a local path (or file:// URL) or at a URL of object storage, and open it for
+        appending; the last three as for ``open``. Raises StoreExists where there is one, ValueError for a bad schema
+        or shard count."""
         if not isinstance(schema, EventSchema):
             raise ValueError(f"schema must be an EventSchema, got {type(schema).__name__}")
         if isinstance(shards, bool) or not isinstance(shards, int) or not 1 <= shards <= 9999:
             raise ValueError(f"shards must be between 1 and 9999, got {shards!r}")
-        _refuse_existing(path)
-        for folder in (path, path / "log", path / "generations"):
-            folder.mkdir(parents=True, exist_ok=True)
-        lock = WriterLock(path / "writer.lock")
-        try:
-            _refuse_existing(path)
-            SegmentWriter(segment_path(path, 1)).close()
-            Manifest.new(replace(schema, since={}), shards).save(path)  # of another store they mean nothing
-            return cls(path, "a", lock)
-        except BaseException:
-            lock.release()
-            raise
+        storage = storage_of(url, storage_options, cache_bytes, cache_folder)
+        return cls._holding(storage, storage.create(Manifest.new(replace(schema, since={}), shards)))
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str], mode: str = "r", at_version: int | None = None) -> HistoryStore:
+    def open(cls, url: str | os.PathLike[str], mode: str = "r", at_version: int | None = None, *,
+             storage_options: Mapping[str, Any] | None = None, cache_bytes: int = CACHE_BYTES,
+             cache_folder: str | os.PathLike[str] | None = None) -> HistoryStore:
         """Open a store to read ("r") or to read and append ("a": one at a time). ``at_version``: a frozen view for
-        reading; it stays at this version whatever is appended or compacted. Raises StoreNotFound, StoreLocked
-        (naming the process that appends), CorruptFile, StoreError for a format that this version does not know,
-        VersionNotVisible for an ``at_version`` that the store has not reached."""
-        path = local_path(url)
+        reading; it stays at this version whatever is appended or compacted.
+
+        On object storage (``docs/object-storage.md``): ``storage_options`` are keyword arguments of
+        ``obstore.store.from_url``; blocks that were read are kept in at most ``cache_bytes`` of ``cache_folder`` (the
+        user's cache folder); and opening with "a" takes the store over from a writer that lives.
+
+        Raises StoreNotFound, StoreLocked (naming the process that appends), CorruptFile, StoreError for a format that
+        this version does not know, VersionNotVisible for an ``at_version`` that the store has not reached."""
         if mode not in ("r", "a"):
             raise ValueError(f'mode must be "r" or "a", got {mode!r}')
         if at_version is not None:
@@ -118,13 +103,17 @@ class HistoryStore:
             if isinstance(at_version, bool) or int(at_version) != at_version or at_version < 0:
                 raise ValueError(f"at_version must be a version (0 or more) or None, got {at_version!r}")
             at_version = int(at_version)
-        parse_manifest(read_manifest(path), path)  # before a lock file is left in a foreign folder
-        lock = WriterLock(path / "writer.lock") if mode == "a" else None
+        storage = storage_of(url, storage_options, cache_bytes, cache_folder)
+        if mode == "a":
+            return cls._holding(storage, storage.claim())
+        return cls(storage, mode, None, at_version)
+
+    @classmethod
+    def _holding(cls, storage: Storage, lock: Owner) -> HistoryStore:
         try:
-            return cls(path, mode, lock, at_version)
+            return cls(storage, "a", lock)
         except BaseException:
-            if lock is not None:
-                lock.release()
+            lock.release()
             raise
 
     def close(self) -> None:
@@ -135,6 +124,7 @@ class HistoryStore:
                 self._writer.close()
             if self._follower.view.lease is not None:
                 self._follower.view.lease.release()
+            self._storage.close()
 
     def __enter__(self) -> HistoryStore:
         return self
@@ -259,12 +249,12 @@ class HistoryStore:
         ``require_compacted`` only the generation is read: NotCompacted, with the missing versions, where it does not
         hold all that the pointers may see.
         """
-        return self._answer(_reading().read, pointers, projection, require_compacted)
+        return self._answer(_fetching().read, pointers, projection, require_compacted)
 
     def lengths(self, pointers: Pointers, projection: Projection) -> tuple[np.ndarray, np.ndarray]:
         """([P] int64 lengths of the histories that ``read`` would return, [P] bool whether each is exact rather than
         an upper bound); no column but the group's is read."""
-        chosen = self._answer(_reading().select, pointers, projection)
+        chosen = self._answer(_fetching().select, pointers, projection)
         return chosen.count, np.ones(len(pointers), bool)
 
     def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection,
@@ -273,7 +263,7 @@ class HistoryStore:
         if projection not in self._checked:
             if not set(projection.columns) <= {*self.schema.columns, *RESERVED}:
                 self.refresh()  # a column may have been added
-            _reading().check_projection(projection, self.schema)
+            _fetching().check_projection(projection, self.schema)
             self._checked.add(projection)
         if pointers.user_id.dtype != (object if self.schema.string_keys else np.int64):  # none at all, or a mistake
             pointers = Pointers(self._ids(pointers.user_id), pointers.as_of, pointers.version)
@@ -308,6 +298,8 @@ class HistoryStore:
             except GenerationGone as error:
                 self._follow()
                 if self._view.generation is view.generation:
+                    if self._writer is not None:
+                        self._writer.lock.confirm()  # else its owner now has removed it
                     raise CorruptFile(str(error)) from None
         raise StoreError(f"{self.path} was compacted {RETRIES} times during one read; try again")
 
@@ -347,10 +339,12 @@ class HistoryStore:
         (needs ``semel[ray]``). ``workers``: how many shards are written at a time. ``memory_limit``: what it may
         allocate, bytes or "512MiB", "1GiB" (``ray``: for a shard); the rest goes through a temporary file in the
         store's folder. (An append is read whole, however large.) ``codec``: ``packed`` columns, or ``plain`` ones,
-        larger and a little faster to read. The generation's bytes depend on none of the first three. ``retention``: how old events may be by their
-        ``event_time`` and this machine's clock (a timedelta, or text like "90d", "12h"); older ones go, also from what
-        older pointers read, whose status then says EXPIRED. ``progress(shards done, shards)``. Raises ValueError for
-        what is none of these, StoreError where a shard does not fit into the limit.
+        larger and a little faster to read. The generation's bytes depend on none of the first three.
+
+        ``retention``: how old events may be by their ``event_time`` and this machine's clock (a timedelta, or text like
+        "90d", "12h"); older ones go, also from what older pointers read, whose status then says EXPIRED.
+        ``progress(shards done, shards)``. Raises ValueError for what is none of these, StoreError where a shard does
+        not fit into the limit.
         """
         expire_before = 0 if retention is None else now() - microseconds(retention, "retention")
         return self._compact(codec, engine, workers, memory_limit, progress, expire_before=expire_before)
@@ -366,6 +360,9 @@ class HistoryStore:
         if codec not in CODECS:
             raise ValueError(f"codec {codec!r} is none of {', '.join(CODECS)}")
         check_engine(engine, workers)
+        if engine == "ray" and not isinstance(self.path, Path):
+            raise ValueError(f'engine "ray" is for stores in a folder that all its nodes see; {self.path} is compacted '
+                             'by engine "local"')
         limit = memory_bytes(memory_limit)
         with self._compacting:
             with self._follower.moving:
@@ -377,25 +374,21 @@ class HistoryStore:
                 writer.seal()
                 view, tokens = self._view, dict(writer.tokens)
             number = view.generation.number + 1
-            final = generation_path(self.path, number)
-            building = final.with_name(f".{final.name}.building")
-            shutil.rmtree(building, ignore_errors=True)
-            shutil.rmtree(final, ignore_errors=True)
+            change = Change(Scrubbing(view.deletions, max(expire_before, 0), *(() if forget is None else (forget,))),
+                            added)
+            schema = self.schema if added is None else self.schema.with_column(added.column.name, added.column.type, 0)
             try:
-                scrubbing = Scrubbing(view.deletions, max(expire_before, 0), *(() if forget is None else (forget,)))
-                seal = write_generation(building, view, tokens, codec, engine, workers, limit,
-                                        Change(scrubbing, added), progress)
-                os.rename(building, final)
-                sync_folder(final.parent)
-            except BaseException:
-                shutil.rmtree(building, ignore_errors=True)
+                with self._storage.building(number) as building, self._storage.as_local(view.generation) as old:
+                    seal = write_generation(building, replace(view, generation=old), tokens, codec, engine, workers,
+                                            limit, change, progress)
+                    folder, generation, lease = self._storage.publish(building, number, schema, len(old.shards), seal)
+            except GenerationGone:
+                writer.lock.confirm()  # else its owner now has removed it
                 raise
             with self._follower.moving:
-                schema = self.schema
                 if added is not None:
-                    schema = schema.with_column(added.column.name, added.column.type, self.version + 1)
-                generation = Generation(final, number, schema, len(view.generation.shards), seal)
-                writer.adopt(generation, Lease(final), seal, view.version, added)
+                    generation.schema = self.schema.with_column(added.column.name, added.column.type, self.version + 1)
+                writer.adopt(generation, lease, folder, seal, view.version, added)
             del view  # and with it this thread's lease on the old generation
             self._clean(writer, keep=1)
             return number
@@ -414,7 +407,8 @@ class HistoryStore:
 
         writer = self._writer_to("erase")
         users = np.unique(self._ids(user_ids))
-        rows = erase_rows(files_in([self.path, *check_places(also)]), self.schema.key, users)
+        own = [self.path] if isinstance(self.path, Path) else []
+        rows = erase_rows(files_in([*own, *check_places(also)]), self.schema.key, users)
         with self._compacting, self._follower.moving:
             writer.delete(users, None, None)
             codec: Codec = "plain" if self._view.generation.codec == "plain" else "packed"
@@ -462,49 +456,33 @@ class HistoryStore:
         with self._follower.moving:
             writer.lock.check()
             manifest = self._follower.manifest
-            log = {segment_path(self.path, number).name
-                   for number in (*(s.number for s in manifest.sealed), manifest.active)}
-            for file in (self.path / "log").glob("*.log"):
-                if file.name not in log:
-                    file.unlink(missing_ok=True)
-        return remove_generations(self.path / "generations", manifest.generation, keep, leased)
+            self._storage.clean_log(manifest)
+        return self._storage.clean_generations(manifest, keep, leased)
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: version, generation, shards, users, events (``generation``, ``log``, ``total``), bytes on
         disk (same keys). Events and bytes are those of the files, also through a frozen view."""
         self._check_open()
         view = self._view
-        log = 0
-        for file in (self.path / "log").glob("*.log"):
-            try:
-                log += file.stat().st_size
-            except FileNotFoundError:  # a compaction has just removed it
-                continue
+        log = self._storage.log_bytes()
         kept, recent = view.generation.rows, view.tail.rows
         return {
             "version": view.version, "generation": view.generation.number, "shards": len(view.generation.shards),
             "users": len(self.keys()),
             "events": {"generation": kept, "log": recent, "total": kept + recent},
             "bytes": {"generation": view.generation.nbytes, "log": log, "total": view.generation.nbytes + log},
+            **self._storage.stats(),
         }
 
     def verify(self) -> dict[str, int]:
         """Read every byte of the store and check it; ``{"files", "bytes"}``. Raises CorruptFile naming the first
         damaged file."""
         self._check_open()
-        return verify(self.path)
+        return verify(self._storage)
 
 
 @cache
-def _reading() -> ModuleType:
-    from semel.history import reading  # late: it compiles
+def _fetching() -> ModuleType:
+    from semel.history import fetching  # late: it compiles
 
-    return reading
-
-
-def _refuse_existing(path: Path) -> None:
-    if (path / NAME).exists():
-        raise StoreExists(f"there is a history store at {path} already; open it, or choose another folder")
-    for stale in (path / "log").glob("*.log"):
-        if stale.stat().st_size > SEGMENT_HEADER:  # a create that was killed leaves no more than that
-            raise StoreExists(f"{stale} lies where a new store's log would; choose another folder")
+    return fetching

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from semel.history.errors import CorruptFile
-from semel.history.ranges import LogRange, extended
+from semel.history.ranges import Range, extended
 from semel.history.schema import EventSchema, to_numpy
 
 LEVELS = (256, 1 << 14, 1 << 20, 1 << 62)  # most rows of each run, newest first
@@ -140,12 +140,12 @@ def _grown(array: np.ndarray, used: int, room: int) -> np.ndarray:
 class Events:
     """What the tails of a handle share: the ``rows`` events of ``ranges``, and their arena once it is loaded."""
 
-    def __init__(self, schema: EventSchema, ranges: tuple[LogRange, ...] = (), arena: Arena | None = None) -> None:
+    def __init__(self, schema: EventSchema, ranges: tuple[Range, ...] = (), arena: Arena | None = None) -> None:
         self.schema, self.ranges, self.arena = schema, ranges, arena
         self.rows = sum(r.rows for r in ranges)
         self._lock = threading.Lock()
 
-    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray, place: LogRange, rows: int) -> None:
+    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray, place: Range, rows: int) -> None:
         """Add a batch that lies at ``place`` after the first ``rows`` events, which must be all."""
         with self._lock:
             if self.rows != rows:
@@ -187,7 +187,7 @@ class Tail:
     def empty(cls, schema: EventSchema) -> Tail:
         return cls(Events(schema))
 
-    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray, place: LogRange) -> Tail:
+    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray, place: Range) -> Tail:
         """The tail with one more batch (key, event_time, columns as ``Column.stored``), of one version or of an
         ascending one for each row [rows], which lies at ``place``. Only the newest tail can be appended to."""
         self._events.append(batch, versions, place, self.rows)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from semel.history.backfill import AddedColumn
 from semel.history.deletions import Deletion, record_of, resolve
-from semel.history.errors import PositionMoved, StoreError
+from semel.history.errors import GenerationGone, Overtaken, PositionMoved, StoreError
 from semel.history.following import Follower
 from semel.history.generation import Generation
 from semel.history.group_commit import Append, GroupCommit
 from semel.history.leases import Lease
-from semel.history.locking import WriterLock
-from semel.history.log import SegmentWriter
-from semel.history.manifest import Segment, segment_path
+from semel.history.manifest import Segment
 from semel.history.positions import Tokens, step_of
-from semel.history.ranges import LogRange
 from semel.history.records import AppendedRows, describe, versions_of
 from semel.history.schema import check_events
+from semel.history.storage import Owner
+
+T = TypeVar("T")
 
 SEGMENT_BYTES = 128 << 20  # a segment that has grown beyond this is sealed
 
@@ -32,11 +32,11 @@ class Writer:
     """Moves the files and the view of ``follower`` (which has read the log) together. ``tokens``: the version of each
     append that had one. Any number of threads may append."""
 
-    def __init__(self, follower: Follower, lock: WriterLock) -> None:
+    def __init__(self, follower: Follower, lock: Owner) -> None:
         self.follower, self.lock, self.path = follower, lock, follower.path
         self._closed = False
         self._failed = ""  # why memory and disk may disagree, after which nothing more is written
-        self._segment = SegmentWriter(segment_path(self.path, follower.manifest.active))
+        self._segment = follower.storage.log(follower.manifest.active)
         self._group = GroupCommit(self._commit)
         try:
             if lock.abandoned:
@@ -75,23 +75,39 @@ class Writer:
         """Give every append of the group its version or its error."""
         with self.follower.moving:
             self._check_sound()
-            fresh: list[Append] = []
-            first: dict[str, Append] = {}  # of the appends with one token
-            moved: set[str] = set()  # sources that an append of this group takes on
-            for append in group:
-                if append.token is not None and append.token in self.tokens:
-                    append.version, append.done = self.tokens[append.token], True
-                elif append.token is None and not append.rows:
-                    append.version, append.done = self.follower.view.version, True
-                elif append.token is None or first.setdefault(append.token, append) is append:
-                    if append.step is not None and not self._in_turn(append, moved):
-                        continue
-                    fresh.append(append)
-            self._write_each(fresh)
-            for append in group:
-                if not append.done and append.token is not None:
-                    same = first[append.token]
-                    append.version, append.error, append.done = same.version, same.error, True
+            self._in_order(lambda: self._commit_all(group))
+
+    def _in_order(self, write: Callable[[], T]) -> T:
+        """``write``, once more where a record of the owner before has come between."""
+        try:
+            return write()
+        except Overtaken:
+            self.follower.refresh()
+            for token, version in self.follower.tokens.items():
+                self.tokens.add(token, version)
+            return write()
+        except GenerationGone:
+            self.lock.confirm()  # else its owner now has removed it
+            raise
+
+    def _commit_all(self, group: Sequence[Append]) -> None:
+        fresh: list[Append] = []
+        first: dict[str, Append] = {}  # of the appends with one token
+        moved: set[str] = set()  # sources that an append of this group takes on
+        for append in group:
+            if append.token is not None and append.token in self.tokens:
+                append.version, append.done = self.tokens[append.token], True
+            elif append.token is None and not append.rows:
+                append.version, append.done = self.follower.view.version, True
+            elif append.token is None or first.setdefault(append.token, append) is append:
+                if append.step is not None and not self._in_turn(append, moved):
+                    continue
+                fresh.append(append)
+        self._write_each(fresh)
+        for append in group:
+            if not append.done and append.token is not None:
+                same = first[append.token]
+                append.version, append.error, append.done = same.version, same.error, True
 
     def _in_turn(self, append: Append, moved: set[str]) -> bool:
         """Whether the source of a position's append still stands where it goes on from; else the append has its error.
@@ -135,8 +151,8 @@ class Writer:
                 append.version = appended.version
                 if append.token is not None:
                     self.tokens.add(append.token, appended.version)
-            place = LogRange(self._segment.path, start, self._segment.size, batch.num_rows, appends[0].version,
-                             appends[-1].version)
+            place_of = self.follower.storage.place_of(self._segment, start)
+            place = place_of(batch.num_rows, appends[0].version, appends[-1].version)
             self.follower.view = replace(view, tail=view.tail.append(batch, versions, place), version=place.last)
 
     def delete(self, users: np.ndarray, of: np.ndarray | None, events: pa.RecordBatch | None) -> int:
@@ -144,17 +160,27 @@ class Writer:
         ``events`` names. Durable on return; the version it got, the present one where there is nothing to delete."""
         with self.follower.moving:
             self.check()
-            view = self.follower.view
-            nothing = np.empty(len(users), np.int64)
-            deletion = resolve(Deletion(view.version + 1, users, nothing, nothing, of, events), view.deletions,
-                               view.generation, view.tail, view.generation.expired)
-            if not len(deletion.users):
-                return view.version
-            metadata, batch = record_of(deletion, self.follower.schema)
-            with self.writing("a deletion"):
-                self._log(batch, metadata)
-                self.follower.view = replace(view, deletions=view.deletions.add(deletion), version=deletion.version)
-            return deletion.version
+            return self._in_order(lambda: self._delete(users, of, events))
+
+    def _delete(self, users: np.ndarray, of: np.ndarray | None, events: pa.RecordBatch | None) -> int:
+        view = self.follower.view
+        nothing = np.empty(len(users), np.int64)
+        deletion = resolve(Deletion(view.version + 1, users, nothing, nothing, of, events), view.deletions,
+                           view.generation, view.tail, view.generation.expired)
+        if not len(deletion.users):
+            return view.version
+        metadata, batch = record_of(deletion, self.follower.schema)
+        with self.writing("a deletion"):
+            self._log(batch, metadata)
+            self.follower.view = replace(view, deletions=view.deletions.add(deletion), version=deletion.version)
+        return deletion.version
+
+    def _next_version(self) -> None:
+        """A version without events."""
+        view = self.follower.view
+        with self.writing("a version"):
+            self._log(self.follower.schema.stored.empty_table(), {"version": view.version + 1})
+            self.follower.view = replace(view, version=view.version + 1)
 
     def _log(self, batch: pa.RecordBatch | pa.Table, metadata: dict[str, Any]) -> int:
         """One record, durable on return; the byte of the segment where it begins."""
@@ -211,6 +237,9 @@ class Writer:
         self._failed = f"{what} did not end"
         try:
             yield
+        except Overtaken:
+            self._failed = ""
+            raise
         except StoreError as error:
             self._failed = str(error)
             raise
@@ -225,11 +254,11 @@ class Writer:
             self._roll()
 
     def _roll(self) -> None:
+        if not self.follower.storage.segmented:
+            return
         old, manifest, view = self._segment, self.follower.manifest, self.follower.view
         sealed = (*manifest.sealed, Segment(manifest.active, old.size, view.version))
-        path = segment_path(self.path, manifest.active + 1)
-        path.unlink(missing_ok=True)  # left by a roll that did not come to its manifest
-        new = SegmentWriter(path)
+        new = self.follower.storage.log(manifest.active + 1, fresh=True)
         try:
             self.follower.swap(manifest.replace(
                 sealed=_after(view.compacted, sealed), active=manifest.active + 1,
@@ -240,28 +269,28 @@ class Writer:
         self._segment = new
         old.close()
 
-    def adopt(self, generation: Generation, lease: Lease, seal: int, upto: int,
+    def adopt(self, generation: Generation, lease: Lease | None, folder: str, seal: int, upto: int,
               added: AddedColumn | None = None) -> None:
         """Make ``generation``, which holds everything up to version ``upto``, the current one. ``added``: a column that
-        it has and the one before has not; it is seen from a new version on."""
-        with self.follower.moving, self.writing("a compaction"):
-            manifest, view = self.follower.manifest, self.follower.view
+        it has and the one before has not; it is seen from a new version on. ``folder``: as the manifest has it."""
+        with self.follower.moving:
             schema = generation.schema
-            self.follower.swap(manifest.replace(
-                schema=schema, generation=generation.number, generation_seal=seal, compacted=(upto,) * manifest.shards,
-                versions=(view.version,) * manifest.shards,
-                sealed=_after(upto, manifest.sealed)))
-            tail = view.tail.after(upto)
+            with self.writing("a compaction"):
+                manifest, view = self.follower.manifest, self.follower.view
+                self.follower.swap(manifest.replace(
+                    schema=schema, generation=generation.number, generation_seal=seal, folder=folder,
+                    compacted=(upto,) * manifest.shards, versions=(view.version,) * manifest.shards,
+                    sealed=_after(upto, manifest.sealed)))
+                tail = view.tail.after(upto)
+                if added is not None:
+                    view.dictionaries.include(schema.dictionaries)
+                    if added.words:
+                        view.dictionaries.extend(added.column.name, 0, list(added.words), generation.folder)
+                    self.follower.schema, tail = schema, tail.with_schema(schema)
+                self.follower.view = replace(view, generation=generation, lease=lease, compacted=upto, tail=tail,
+                                             deletions=view.deletions.after(upto))
             if added is not None:
-                view.dictionaries.include(schema.dictionaries)
-                if added.words:
-                    view.dictionaries.extend(added.column.name, 0, list(added.words), generation.folder)
-                self.follower.schema, tail = schema, tail.with_schema(schema)
-            self.follower.view = replace(view, generation=generation, lease=lease, compacted=upto, tail=tail,
-                                         deletions=view.deletions.after(upto))
-            if added is not None:
-                self._log(schema.stored.empty_table(), {"version": view.version + 1})
-                self.follower.view = replace(self.follower.view, version=view.version + 1)
+                self._in_order(self._next_version)
 
 
 def _after(version: int, segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -207,8 +207,10 @@ def test_opening_what_is_not_a_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreNotFound):
         HistoryStore.open(tmp_path / "file")
-    with pytest.raises(ValueError, match="s3://"):
-        HistoryStore.open("s3://bucket/store")
+    with pytest.raises(ValueError, match="nowhere://"):
+        HistoryStore.open("nowhere://bucket/store")
+    with pytest.raises(ValueError, match="storage_options"):
+        HistoryStore.open(tmp_path / "other", storage_options={"region": "eu-north-1"})
     with pytest.raises(ValueError, match="mode"):
         HistoryStore.open(tmp_path, "w")
 

@@ -1,0 +1,147 @@
+"""What a read will touch of a generation on object storage, fetched before the kernels run: the shards and columns
+together, so that a batch waits for a few round trips and not for one an object.
+
+``reading`` knows nothing of this. It gets a view whose generation holds, as mapped files, the rows that it may look at;
+a column that is not planned for here is fetched whole when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from semel.batch import JaggedTable, Pointers
+from semel.history import gather, parallel, reading
+from semel.history.block_cache import NotHere, ReadFiles
+from semel.history.following import View
+from semel.history.generation import Generation, Rows
+from semel.history.objects import CONNECTIONS
+from semel.history.schema import EventSchema, Projection
+
+_NO_LIMIT = 1 << 62
+
+check_projection = reading.check_projection
+
+
+def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> JaggedTable:
+    """``reading.read`` of any view. Raises GenerationGone where the generation was removed meanwhile."""
+    generation = view.generation.for_read()
+    if generation is not None:
+        view = replace(view, generation=generation)
+        users = _fetch_tests(view, pointers, projection)
+        if users is not None and projection.columns:
+            _fetch_chosen(users, reading.select(view, schema, pointers, projection), projection.columns)
+    return reading.read(view, schema, pointers, projection)
+
+
+def select(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> reading.Selection:
+    """``reading.select`` of any view. Raises GenerationGone."""
+    generation = view.generation.for_read()
+    if generation is not None:
+        view = replace(view, generation=generation)
+        _fetch_tests(view, pointers, projection)
+    return reading.select(view, schema, pointers, projection)
+
+
+class _Users:
+    """Whose events the pointers name. ``shards``: those with rows that some name; for each ``indexes``: its pointers
+    whose user it has; ``begin`` and ``end`` [P]: the user's rows; ``plain`` [P]: whether all are of versions that
+    the pointer sees; ``newest`` [P]: the time of the last one."""
+
+    def __init__(self, generation: Generation, pointers: Pointers) -> None:
+        from semel.history.compaction import packed, shards_of
+
+        assert isinstance(generation.files, ReadFiles)
+        self._files = generation.files
+        strings = generation.schema.string_keys
+        encoded = [text.encode() for text in pointers.user_id] if strings else []
+        of = shards_of(encoded if strings else np.ascontiguousarray(pointers.user_id), len(generation.shards))
+        named = [generation.shards[i] for i in np.unique(of).tolist()]
+        self.shards = [shard for shard in named if shard.rows]
+        lookup = generation.lookup
+        files = ("users", "offsets", "first", "last", "last_time", "time_index")
+        self._at_once([partial(getattr, generation.shards[shard], name) for shard in lookup.missing(of)
+                       for name in (files[1:] if strings else files)])
+        if strings:
+            self._at_once([partial(getattr, shard, "user_strings") for shard in self.shards])
+        lookup.need(of)
+        self.indexes: list[np.ndarray] = []
+        self.begin, self.end = np.zeros((2, len(pointers)), np.int64)
+        self.newest = np.full(len(pointers), np.iinfo(np.int64).min)
+        self.plain = np.ones(len(pointers), bool)
+        for shard in self.shards:
+            index = np.flatnonzero(of == shard.index)
+            records = lookup.records[lookup.first_user[shard.index] : lookup.first_user[shard.index + 1]]
+            if strings:
+                user = np.empty(len(index), np.int64)
+                keys = packed([encoded[i] for i in index.tolist()])
+                gather.find_strings(*shard.user_strings, *keys, np.arange(len(index)), user)
+                index, user = index[user >= 0], user[user >= 0]
+            else:
+                users = records[:, gather.KEY]
+                user = np.minimum(np.searchsorted(users, pointers.user_id[index]), shard.user_count - 1)
+                here = users[user] == pointers.user_id[index]
+                index, user = index[here], user[here]
+            record = records[user]
+            self.begin[index], self.end[index] = record[:, gather.FIRST_ROW], record[:, gather.END_ROW]
+            self.newest[index] = record[:, gather.LAST_TIME]
+            self.plain[index] = record[:, gather.LAST_VERSION] <= pointers.version[index]
+            self.indexes.append(index)
+
+    def fetch(self, rows: Sequence[Rows], columns: Sequence[str]) -> None:
+        """Have these rows of each shard here."""
+        self._at_once([partial(shard.fetch, name, ranges) for shard, ranges in zip(self.shards, rows, strict=True)
+                       for name in columns])
+
+    def _at_once(self, fetches: Sequence[partial[object]]) -> None:
+        """What is here at once, the rest from many objects at a time. Raises what the first failing one raised."""
+        waiting = []
+        self._files.offline = True
+        for fetch in fetches:
+            try:
+                fetch()
+            except NotHere:
+                waiting.append(fetch)
+        self._files.offline = False
+        parallel.run([(fetch, ()) for fetch in waiting], CONNECTIONS)
+
+
+def _fetch_tests(view: View, pointers: Pointers, projection: Projection) -> _Users | None:
+    """Fetch what ``reading.select`` looks at. Of a user whose newest event lies before ``as_of`` no time is, else all
+    are searched; versions and groups of all of the user's events where they are tested. None where that
+    cannot be said before, so that columns must be fetched whole."""
+    if getattr(view, "deletions", None):  # of any user, until a compaction carries them out
+        return None
+    users = _Users(view.generation, pointers)
+    searched = (users.newest >= pointers.as_of) | (projection.since is not None)
+    tested = ~users.plain | (projection.groups is not None)
+    begin = np.where(searched | tested, users.begin, users.end)
+    if view.tail.rows:  # merged by time with the newest of the user's rows
+        most = _NO_LIMIT if projection.last is None else projection.last
+        begin = np.minimum(begin, np.maximum(users.begin, users.end - most))
+    users.fetch([(begin[index], users.end[index]) for index in users.indexes], ["event_time"])
+    if tested.any() or view.tail.rows:
+        group = view.generation.schema.group
+        some = [index[tested[index]] for index in users.indexes]
+        users.fetch([(users.begin[index], users.end[index]) for index in some],
+                    ["version"] if projection.groups is None or group is None else ["version", group])
+    return users
+
+
+def _fetch_chosen(users: _Users, chosen: reading.Selection, columns: Sequence[str]) -> None:
+    room = chosen.room if len(chosen.room) else np.zeros(len(chosen.count) + 1, np.int64)
+    users.fetch([_rows_of(index, chosen.begin, chosen.count, room, chosen.refs) for index in users.indexes], columns)
+
+
+def _rows_of(index: np.ndarray, begin: np.ndarray, count: np.ndarray, room: np.ndarray, refs: np.ndarray) -> Rows:
+    """The shard's rows that a selection names: ranges, and single ones by reference."""
+    named = room[index + 1] > room[index]
+    ranges, lists = index[~named], index[named]
+    size = count[lists]
+    places = np.repeat(begin[lists] - np.cumsum(size) + size, size) + np.arange(size.sum())
+    rows = refs[places] if len(places) else places
+    rows = rows[rows >= 0]
+    return (np.concatenate([begin[ranges], rows]), np.concatenate([begin[ranges] + count[ranges], rows + 1]))

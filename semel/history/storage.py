@@ -1,0 +1,286 @@
+"""Where a store lives: a local folder (here), or a prefix of object storage (``object_storage``).
+
+A handle has one ``Storage``. Everything else in the store's code is the same for both: a generation is a set of array
+files, a log is a sequence of records, a manifest names them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from semel.history.errors import GenerationGone, StoreError, StoreExists
+from semel.history.files import replace_file, sync_folder
+from semel.history.generation import Generation
+from semel.history.leases import Lease, remove_generations
+from semel.history.locking import WriterLock, durable_end
+from semel.history.log import SEGMENT_HEADER, SegmentWriter, last_record_end, read_records
+from semel.history.manifest import (
+    NAME,
+    Manifest,
+    generation_path,
+    local_path,
+    parse_manifest,
+    read_manifest,
+    segment_path,
+)
+from semel.history.ranges import LogRange, PlaceOf
+from semel.history.schema import EventSchema
+
+CACHE_BYTES = 8 << 30
+
+
+Take = Callable[[dict[str, Any], pa.RecordBatch, Any, PlaceOf], None]
+"""What is done with a record: its JSON, its batch, where it was read, what makes its range."""
+
+
+class Owner(Protocol):
+    """The right to append. ``abandoned``: the owner before may still have a write under way, which must be kept from
+    the log by sealing the segment."""
+
+    abandoned: bool
+
+    def check(self) -> None:
+        """Raise WriterFenced where it is seen at once that the right is lost; ``confirm`` asks, whatever it costs."""
+
+    def confirm(self) -> None: ...
+    def mark(self, segment: int, size: int) -> None: ...
+    def release(self, in_order: bool = True) -> None: ...
+
+
+class Log(Protocol):
+    """What appends go to. ``usable``: False where nobody knows what the storage holds after a failed write."""
+
+    size: int
+    path: Any
+
+    @property
+    def usable(self) -> bool: ...
+    def append(self, batch: pa.RecordBatch | pa.Table, metadata: dict[str, Any] | None = None) -> None: ...
+    def close(self) -> None: ...
+
+
+class Storage(Protocol):
+    """``path``: what messages call it. ``segmented``: the log lies in segments, which a manifest seals, not in one
+    object a commit."""
+
+    segmented: bool
+
+    @property
+    def path(self) -> Path | str: ...
+
+    def manifest(self) -> bytes:
+        """The manifest as it is now. Raises StoreNotFound."""
+
+    def swap(self, content: bytes) -> None:
+        """Replace the manifest (the owner does). StoreError where nobody can tell which one is stored now,
+        WriterFenced where another writer took over; any other error leaves the old one in place."""
+
+    def generation(self, manifest: Manifest) -> tuple[Generation, Lease | None]:
+        """The manifest's generation, and what keeps it from being removed. Raises GenerationGone."""
+
+    def start(self, manifest: Manifest) -> tuple[int, int]:
+        """The position of the first record that the generation does not have."""
+
+    def read_log(self, manifest: Manifest, position: tuple[int, int], durable_only: bool, take: Take,
+                 ) -> tuple[int, int]:
+        """``take`` the log's records from ``position`` on; the position behind them. Raises GenerationGone where
+        the manifest turned out not to be the present one."""
+
+    def check_log(self, manifest: Manifest) -> tuple[int, int]:
+        """Read all of the log: (files, bytes). Raises CorruptFile."""
+
+    def log_bytes(self) -> int: ...
+
+    def stats(self) -> dict[str, Any]:
+        """What only this kind of storage has to say in ``HistoryStore.stats``."""
+
+    def create(self, manifest: Manifest) -> Owner:
+        """A new store. Raises StoreExists."""
+
+    def claim(self) -> Owner:
+        """The right to append. Raises StoreLocked where that is somebody else's."""
+
+    def log(self, number: int, fresh: bool = False) -> Log:
+        """Segment ``number`` to append to, continued or (``fresh``) made anew."""
+
+    def place_of(self, log: Log, start: int) -> PlaceOf:
+        """What makes the range of the record that ``log``, ``start`` bytes long before, has appended last."""
+
+    def as_local(self, generation: Generation) -> AbstractContextManager[Generation]:
+        """The generation with all its files in a local folder: for what reads all of them."""
+
+    def building(self, number: int) -> AbstractContextManager[Path]:
+        """The name of a local folder for a new generation's files; removed in the end."""
+
+    def publish(self, building: Path, number: int, schema: EventSchema, shards: int, seal: int,
+                ) -> tuple[str, Generation, Lease | None]:
+        """Put the files of ``building`` where generations lie: its folder for the manifest, and the generation."""
+
+    def clean_log(self, manifest: Manifest) -> None:
+        """Remove what of the log the generation has."""
+
+    def clean_generations(self, manifest: Manifest, keep: int, leased: bool = False) -> list[int]:
+        """Remove all but the ``keep`` newest generations and (unless ``leased``) those that are leased, and what
+        crashed compactions left; the numbers of those that were removed."""
+
+    def close(self) -> None: ...
+
+
+def storage_of(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, cache_bytes: int = CACHE_BYTES,
+               cache_folder: str | os.PathLike[str] | None = None) -> Storage:
+    """The storage that a path or URL names. Raises ValueError for a URL or options that it does not know."""
+    text = os.fspath(url)
+    if isinstance(url, Path):
+        text = re.sub(r"^(?!file:)([a-z][a-z0-9+]+):/(?=[^/])", r"\1://", text)  # a URL that was taken for a path
+    if "://" in text and not text.startswith("file:"):
+        from semel.history.object_storage import ObjectStorage
+
+        return ObjectStorage(text, options, cache_bytes, cache_folder)
+    if options:
+        raise ValueError(f"storage_options are for object storage; {text} is a local folder")
+    return LocalStorage(local_path(text))
+
+
+class LocalStorage:
+    """A folder: segments that grow, one writer by flock, generations that readers map."""
+
+    segmented = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def manifest(self) -> bytes:
+        return read_manifest(self.path)
+
+    def swap(self, content: bytes) -> None:
+        before = self.manifest()
+        try:
+            replace_file(self.path / NAME, content)
+        except BaseException as error:
+            if self.manifest() != before:
+                raise StoreError(f"{self.path / NAME} could not be made durable ({error}); reopen the store") from error
+            raise
+
+    def generation(self, manifest: Manifest) -> tuple[Generation, Lease | None]:
+        folder = generation_path(self.path, manifest.generation)
+        lease = Lease(folder)  # first, so that it is not removed while it is being opened
+        generation = Generation(folder, manifest.generation, manifest.schema, manifest.shards, manifest.generation_seal)
+        return generation, lease
+
+    def start(self, manifest: Manifest) -> tuple[int, int]:
+        return manifest.first_segment, SEGMENT_HEADER
+
+    def read_log(self, manifest: Manifest, position: tuple[int, int], durable_only: bool, take: Take,
+                 ) -> tuple[int, int]:
+        sealed = {segment.number: segment.bytes for segment in manifest.sealed}
+        active, most = manifest.active, None
+        durable = durable_end(self.path / "writer.lock") if durable_only else None
+        if durable is not None:
+            if durable[0] > active:
+                raise GenerationGone(f"segment {durable[0]} of the log is not in {NAME}")
+            most = durable[1] if durable[0] == active else SEGMENT_HEADER
+        number, offset = position
+        while True:
+            path = segment_path(self.path, number)
+            for metadata, batch, end in read_records(path, offset, sealed.get(number),
+                                                     most if number == active else None):
+                take(metadata, batch, path, partial(LogRange, path, offset, end))
+                offset = end
+            if number == active:
+                return number, offset
+            number, offset = number + 1, SEGMENT_HEADER
+
+    def check_log(self, manifest: Manifest) -> tuple[int, int]:
+        sealed = {segment.number: segment.bytes for segment in manifest.sealed}
+        numbers = (*sealed, manifest.active)
+        return len(numbers), sum(last_record_end(segment_path(self.path, number), sealed.get(number))
+                                 for number in numbers)
+
+    def log_bytes(self) -> int:
+        size = 0
+        for file in (self.path / "log").glob("*.log"):
+            try:
+                size += file.stat().st_size
+            except FileNotFoundError:  # a compaction has just removed it
+                continue
+        return size
+
+    def create(self, manifest: Manifest) -> Owner:
+        self._refuse_existing()
+        for folder in (self.path, self.path / "log", self.path / "generations"):
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = WriterLock(self.path / "writer.lock")
+        try:
+            self._refuse_existing()
+            SegmentWriter(segment_path(self.path, manifest.active)).close()
+            manifest.save(self.path)
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    def _refuse_existing(self) -> None:
+        if (self.path / NAME).exists():
+            raise StoreExists(f"there is a history store at {self.path} already; open it, or choose another folder")
+        for stale in (self.path / "log").glob("*.log"):
+            if stale.stat().st_size > SEGMENT_HEADER:  # a create that was killed leaves no more than that
+                raise StoreExists(f"{stale} lies where a new store's log would; choose another folder")
+
+    def claim(self) -> Owner:
+        parse_manifest(self.manifest(), self.path)  # before a lock file is left in a foreign folder
+        return WriterLock(self.path / "writer.lock")
+
+    def log(self, number: int, fresh: bool = False) -> Log:
+        path = segment_path(self.path, number)
+        if fresh:
+            path.unlink(missing_ok=True)  # left by a roll that did not come to its manifest
+        return SegmentWriter(path)
+
+    def place_of(self, log: Log, start: int) -> PlaceOf:
+        return partial(LogRange, log.path, start, log.size)
+
+    def as_local(self, generation: Generation) -> AbstractContextManager[Generation]:
+        return nullcontext(generation)
+
+    @contextmanager
+    def building(self, number: int) -> Iterator[Path]:
+        final = generation_path(self.path, number)
+        building = final.with_name(f".{final.name}.building")
+        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)
+        try:
+            yield building
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+    def publish(self, building: Path, number: int, schema: EventSchema, shards: int, seal: int,
+                ) -> tuple[str, Generation, Lease | None]:
+        final = generation_path(self.path, number)
+        os.rename(building, final)
+        sync_folder(final.parent)
+        return "", Generation(final, number, schema, shards, seal), Lease(final)
+
+    def clean_log(self, manifest: Manifest) -> None:
+        log = {segment_path(self.path, number).name
+               for number in (*(s.number for s in manifest.sealed), manifest.active)}
+        for file in (self.path / "log").glob("*.log"):
+            if file.name not in log:
+                file.unlink(missing_ok=True)
+
+    def clean_generations(self, manifest: Manifest, keep: int, leased: bool = False) -> list[int]:
+        return remove_generations(self.path / "generations", manifest.generation, keep, leased)
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
