@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from semel.batch import JaggedTable, Pointers
-from semel.history import gather, parallel, reading
+from semel.history import cutting, parallel, reading
 from semel.history.block_cache import NotHere, ReadFiles
 from semel.history.following import View
 from semel.history.generation import Generation, Rows
@@ -78,17 +78,17 @@ class _Users:
             if strings:
                 user = np.empty(len(index), np.int64)
                 keys = packed([encoded[i] for i in index.tolist()])
-                gather.find_strings(*shard.user_strings, *keys, np.arange(len(index)), user)
+                cutting.find_strings(*shard.user_strings, *keys, np.arange(len(index)), user)
                 index, user = index[user >= 0], user[user >= 0]
             else:
-                users = records[:, gather.KEY]
+                users = records[:, cutting.KEY]
                 user = np.minimum(np.searchsorted(users, pointers.user_id[index]), shard.user_count - 1)
                 here = users[user] == pointers.user_id[index]
                 index, user = index[here], user[here]
             record = records[user]
-            self.begin[index], self.end[index] = record[:, gather.FIRST_ROW], record[:, gather.END_ROW]
-            self.newest[index] = record[:, gather.LAST_TIME]
-            self.plain[index] = record[:, gather.LAST_VERSION] <= pointers.version[index]
+            self.begin[index], self.end[index] = record[:, cutting.FIRST_ROW], record[:, cutting.END_ROW]
+            self.newest[index] = record[:, cutting.LAST_TIME]
+            self.plain[index] = record[:, cutting.LAST_VERSION] <= pointers.version[index]
             self.indexes.append(index)
 
     def fetch(self, rows: Sequence[Rows], columns: Sequence[str]) -> None:

@@ -70,7 +70,7 @@ class Lookup:
     """User u of shard s has the record ``records[first_user[s] + u]``: key (integer keys), first row, row after the
     last, first version, last version, last time. Where keys are integers the u of a shard lie in the hash table
     ``slots[first_slot[s]:first_slot[s + 1]]`` (-1: empty). ``time_index[first_step[s]:first_step[s + 1]]``: the time of
-    every TIME_STEP-th row.
+    every TIME_STEP-th row. In memory 72 to 80 bytes a user, and a byte for 16 events.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -120,19 +120,19 @@ class Lookup:
         return place
 
     def _fill(self, shard: Shard) -> None:
-        from semel.history import gather
+        from semel.history import cutting
 
         index = shard.index
         records = self.records[self.first_user[index] : self.first_user[index + 1]]
-        records[:, gather.FIRST_ROW], records[:, gather.END_ROW] = shard.offsets[:-1], shard.offsets[1:]
-        records[:, gather.FIRST_VERSION], records[:, gather.LAST_VERSION] = shard.first, shard.last
-        records[:, gather.LAST_TIME] = shard.last_time
+        records[:, cutting.FIRST_ROW], records[:, cutting.END_ROW] = shard.offsets[:-1], shard.offsets[1:]
+        records[:, cutting.FIRST_VERSION], records[:, cutting.LAST_VERSION] = shard.first, shard.last
+        records[:, cutting.LAST_TIME] = shard.last_time
         self.time_index[self.first_step[index] : self.first_step[index + 1]] = shard.time_index
         first, stop = int(self.first_slot[index]), int(self.first_slot[index + 1])
         if stop > first:
-            records[:, gather.KEY] = shard.users
+            records[:, cutting.KEY] = shard.users
             self.slots[first:stop] = -1
-            gather.fill_slots(shard.users, first, stop, self.slots)
+            cutting.fill_slots(shard.users, first, stop, self.slots)
 
 
 def _cache_lines(count: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from semel.batch import JaggedTable, Pointers
-from semel.history import gather, parallel
+from semel.history import cutting, gather, parallel
 from semel.history.compaction import packed
 from semel.history.copying import Part, Selection, copy_columns
 from semel.history.deletions import IN_TAIL
@@ -121,7 +121,7 @@ def _select(view: View, schema: EventSchema, pointers: Pointers, projection: Pro
         user[:] = -1
         for number, index in _by_shard(shard_of):
             if shards[number].rows:
-                gather.find_strings(*shards[number].user_strings, key_offsets, key_bytes, index, user)
+                cutting.find_strings(*shards[number].user_strings, key_offsets, key_bytes, index, user)
     else:
         gather.shards_of_integers(keys, len(shards), shard_of)
     lookup.need(shard_of)
@@ -131,8 +131,8 @@ def _select(view: View, schema: EventSchema, pointers: Pointers, projection: Pro
 
     def cut(start: int, stop: int) -> bool:
         if schema.string_keys:
-            return gather.cut(start, stop, *by_user)
-        return gather.cut_integers(start, stop, keys, lookup.first_slot, lookup.slots, *by_user)
+            return cutting.cut(start, stop, *by_user)
+        return cutting.cut_integers(start, stop, keys, lookup.first_slot, lookup.slots, *by_user)
 
     if size < SERIAL_POINTERS:
         all_plain = cut(0, size)
