@@ -18,6 +18,8 @@ from semel.history import cutting, parallel, reading
 from semel.history.block_cache import NotHere, ReadFiles
 from semel.history.following import View
 from semel.history.generation import Generation, Rows
+from semel.history.kernels import kernel
+from semel.history.lookup import TIME_STEP
 from semel.history.objects import CONNECTIONS
 from semel.history.schema import EventSchema, Projection
 
@@ -49,7 +51,8 @@ def select(view: View, schema: EventSchema, pointers: Pointers, projection: Proj
 class _Users:
     """Whose events the pointers name. ``shards``: those with rows that some name; for each ``indexes``: its pointers
     whose user it has; ``begin`` and ``end`` [P]: the user's rows; ``plain`` [P]: whether all are of versions that
-    the pointer sees; ``newest`` [P]: the time of the last one."""
+    the pointer sees; ``low`` and ``high`` [P]: the rows among which the first one not before ``as_of`` lies, none where
+    all of the user's are before it."""
 
     def __init__(self, generation: Generation, pointers: Pointers) -> None:
         from semel.history.compaction import packed, shards_of
@@ -69,8 +72,7 @@ class _Users:
             self._at_once([partial(getattr, shard, "user_strings") for shard in self.shards])
         lookup.need(of)
         self.indexes: list[np.ndarray] = []
-        self.begin, self.end = np.zeros((2, len(pointers)), np.int64)
-        self.newest = np.full(len(pointers), np.iinfo(np.int64).min)
+        self.begin, self.end, self.low, self.high = np.zeros((4, len(pointers)), np.int64)
         self.plain = np.ones(len(pointers), bool)
         for shard in self.shards:
             index = np.flatnonzero(of == shard.index)
@@ -87,8 +89,10 @@ class _Users:
                 index, user = index[here], user[here]
             record = records[user]
             self.begin[index], self.end[index] = record[:, cutting.FIRST_ROW], record[:, cutting.END_ROW]
-            self.newest[index] = record[:, cutting.LAST_TIME]
             self.plain[index] = record[:, cutting.LAST_VERSION] <= pointers.version[index]
+            steps = lookup.time_index[lookup.first_step[shard.index] : lookup.first_step[shard.index + 1]]
+            _narrow(steps, TIME_STEP, index, record[:, cutting.LAST_TIME], pointers.as_of, self.begin, self.end,
+                    self.low, self.high)
             self.indexes.append(index)
 
     def fetch(self, rows: Sequence[Rows], columns: Sequence[str]) -> None:
@@ -110,23 +114,22 @@ class _Users:
 
 
 def _fetch_tests(view: View, pointers: Pointers, projection: Projection) -> _Users | None:
-    """Fetch what ``reading.select`` looks at. Of a user whose newest event lies before ``as_of`` no time is, else all
-    are searched; versions and groups of all of the user's events where they are tested. None where that
-    cannot be said before, so that columns must be fetched whole."""
-    if getattr(view, "deletions", None):  # of any user, until a compaction carries them out
+    """Fetch what ``reading.select`` looks at: times about the cut, all before it where ``since`` is searched; versions
+    and groups of the user's events up to the cut where they are tested. None where that cannot be said before, so that
+    columns must be fetched whole."""
+    if view.deletions:  # of any user, until a compaction carries them out
         return None
     users = _Users(view.generation, pointers)
-    searched = (users.newest >= pointers.as_of) | (projection.since is not None)
     tested = ~users.plain | (projection.groups is not None)
-    begin = np.where(searched | tested, users.begin, users.end)
-    if view.tail.rows:  # merged by time with the newest of the user's rows
+    begin = users.begin if projection.since is not None else users.low
+    if view.tail.rows:  # merged by time with the rows before the cut, of which ``last`` are enough where all are taken
         most = _NO_LIMIT if projection.last is None else projection.last
-        begin = np.minimum(begin, np.maximum(users.begin, users.end - most))
-    users.fetch([(begin[index], users.end[index]) for index in users.indexes], ["event_time"])
+        begin = np.where(tested, users.begin, np.minimum(begin, np.maximum(users.begin, users.low - most)))
+    users.fetch([(begin[index], users.high[index]) for index in users.indexes], ["event_time"])
     if tested.any() or view.tail.rows:
         group = view.generation.schema.group
         some = [index[tested[index]] for index in users.indexes]
-        users.fetch([(users.begin[index], users.end[index]) for index in some],
+        users.fetch([(users.begin[index], users.high[index]) for index in some],
                     ["version"] if projection.groups is None or group is None else ["version", group])
     return users
 
@@ -145,3 +148,23 @@ def _rows_of(index: np.ndarray, begin: np.ndarray, count: np.ndarray, room: np.n
     rows = refs[places] if len(places) else places
     rows = rows[rows >= 0]
     return (np.concatenate([begin[ranges], rows]), np.concatenate([begin[ranges] + count[ranges], rows + 1]))
+
+
+@kernel
+def _narrow(steps, step, index, last_time, as_of, begin, end, low, high):
+    # The same search as in ``cutting.cut``: the block of ``step`` rows in which a history is cut.
+    for i in range(len(index)):
+        p = index[i]
+        low[p] = end[p]
+        high[p] = end[p]
+        if last_time[i] < as_of[p]:
+            continue
+        first, after = begin[p] // step + 1, (end[p] - 1) // step + 1
+        while first < after:
+            middle = (first + after) >> 1
+            if steps[middle] < as_of[p]:
+                first = middle + 1
+            else:
+                after = middle
+        low[p] = max(begin[p], (first - 1) * step)
+        high[p] = min(end[p], first * step)
