@@ -79,10 +79,13 @@ def _rewrite_parquet(path: Path, column: str, values: pa.Array, requests: set[st
         rows = 0
         try:
             with pq.ParquetWriter(scratch, schema, compression="zstd") as writer:
-                for batch in file.iter_batches():
-                    kept = _kept(batch, column, values, requests)
-                    rows += batch.num_rows - kept.num_rows
-                    writer.write_batch(kept)
+                for group in range(file.num_row_groups):  # which readers are made for
+                    table = file.read_row_group(group)
+                    kept = pa.Table.from_batches([_kept(batch, column, values, requests)
+                                                  for batch in table.to_batches()], schema)
+                    rows += table.num_rows - kept.num_rows
+                    if kept.num_rows:
+                        writer.write_table(kept, row_group_size=kept.num_rows)
             if rows:
                 _replace(scratch, path)
         finally:
