@@ -20,15 +20,19 @@ def compact(
 ) -> None:
     """Rewrite a store for reading: what is in the log joins its user's other events."""
     from semel.cli import output
-    from semel.history import HistoryStore
+    from semel.history import HistoryStore, StoreNotFound
 
     stats: dict[str, Any] = {}
     with output.progress_bar() as bar:
         progress = output.Steps(bar)
         for name, path in {"events": store, "catalogue": store / "catalogue"}.items():
-            if name == "catalogue" and not path.exists():
-                continue
-            with HistoryStore.open(path, mode="a") as handle:
+            try:
+                opened = HistoryStore.open(path, mode="a")
+            except StoreNotFound:
+                if name == "catalogue":
+                    continue
+                raise
+            with opened as handle:
                 moved = handle.stats()["events"]["log"]
                 handle.compact(engine, workers, memory_limit, codec=codec,  # type: ignore[arg-type]  # it checks
                                retention=retention if name == "events" else None,

@@ -39,6 +39,8 @@ def erase(
 
 def _integer(text: str) -> int:
     try:
-        return int(text)
+        if -(1 << 63) <= int(text) < 1 << 63:
+            return int(text)
     except ValueError:
-        raise ValueError(f"user {text!r}: the store's users are integers") from None
+        pass
+    raise ValueError(f"user {text!r}: the store's users are 64-bit integers")

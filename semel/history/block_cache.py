@@ -179,11 +179,13 @@ class BlockCache:
             handle = os.open(own / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(handle, fcntl.LOCK_EX)
             os.rename(own / "new", own / "lock")  # whoever finds a lock file finds it locked
-            self._own, self.close = own, weakref.finalize(self, _close, own, handle)
+            self._own, self.close = own, weakref.finalize(self, _close, own, handle, os.getpid())
         return self._own
 
 
-def _close(folder: Path, handle: int) -> None:
+def _close(folder: Path, handle: int, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child leaves its parent's folder alone
+        return
     shutil.rmtree(folder, ignore_errors=True)
     os.close(handle)
 

@@ -22,7 +22,6 @@ GROUP = 8
 LINES = 10
 """Cache lines of a block of times of 40 bits."""
 _3, _31 = np.uint64(3), np.uint64(31)
-_NO_SINCE = np.iinfo(np.int64).min
 _UNKNOWN_USER = Status.UNKNOWN_USER.value
 
 

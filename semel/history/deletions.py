@@ -85,7 +85,11 @@ def places_of(generation: Generation, tail: Tail, users: np.ndarray) -> Iterator
 
 
 def _in_shards(generation: Generation, users: np.ndarray) -> Iterator[Place]:
-    return (_in_shard(shard, users) for shard in generation.shards if shard.rows)
+    from semel.history.compaction import shards_of
+
+    keys = [user.encode() for user in users] if users.dtype == object else np.ascontiguousarray(users)
+    return (_in_shard(generation.shards[index], users) for index in np.unique(shards_of(keys, len(generation.shards)))
+            if generation.shards[index].rows)
 
 
 def _in_tail(tail: Tail, users: np.ndarray) -> Place:
@@ -114,6 +118,9 @@ def _in_shard(shard: Shard, users: np.ndarray) -> Place:
     rows, offsets = expand_rows(shard.offsets, at[of])
 
     def column(name: str) -> tuple[np.ndarray, np.ndarray]:
+        if not len(rows):
+            _, dtype, shape = shard._generation.place(name)
+            return np.empty((0, *shape), dtype), _NO_ROWS
         valid = _NO_ROWS if name in ("event_time", "version") else shard.validity(name)
         return shard.values(name)[rows], valid[rows] if len(valid) else valid
 
@@ -170,8 +177,9 @@ class Deletions:
         self.deletions = tuple(deletions)
         self.schema, self.dictionaries = schema, dictionaries
         self._lock = threading.Lock()
-        self._in_shards: tuple[int | None, dict[int, np.ndarray]] = (None, {})
-        self._in_tail: tuple[Any, dict[int, np.ndarray]] = (None, {})
+        # of which generation or tail, how many of the deletions were looked for, what was found
+        self._in_shards: tuple[Any, int, dict[int, np.ndarray]] = (None, 0, {})
+        self._in_tail: tuple[Any, int, dict[int, np.ndarray]] = (None, 0, {})
 
     def __bool__(self) -> bool:
         return bool(self.deletions)
@@ -180,7 +188,10 @@ class Deletions:
         return Deletions, (self.deletions, self.schema, self.dictionaries)
 
     def add(self, deletion: Deletion) -> Deletions:
-        return Deletions((*self.deletions, deletion), self.schema, self.dictionaries)
+        more = Deletions((*self.deletions, deletion), self.schema, self.dictionaries)
+        with self._lock:
+            more._in_shards, more._in_tail = self._in_shards, self._in_tail
+        return more
 
     def after(self, version: int) -> Deletions:
         """Those of later versions."""
@@ -203,15 +214,24 @@ class Deletions:
     def rows(self, generation: Generation, tail: Tail) -> dict[int, np.ndarray]:
         """By place (``IN_TAIL`` or shard) the rows, ascending, that were deleted one by one."""
         with self._lock:
-            if self._in_shards[0] != generation.number:
-                self._in_shards = (generation.number, self._find(lambda users: _in_shards(generation, users)))
-            if self._in_tail[0] is not tail.events:  # it only grows by events of later versions
-                self._in_tail = (tail.events, self._find(lambda users: [_in_tail(tail, users)]))
-            return {**self._in_shards[1], **self._in_tail[1]}
+            self._in_shards = self._found(self._in_shards, generation.number,
+                                          lambda users: _in_shards(generation, users))
+            self._in_tail = self._found(self._in_tail, tail.events, lambda users: [_in_tail(tail, users)])
+            return {**self._in_shards[2], **self._in_tail[2]}
 
-    def _find(self, places: Callable[[np.ndarray], Iterable[Place]]) -> dict[int, np.ndarray]:
-        found: dict[int, list[np.ndarray]] = {}
-        for deletion in self.deletions:
+    def _found(self, before: tuple[Any, int, dict[int, np.ndarray]], where: Any,
+               places: Callable[[np.ndarray], Iterable[Place]]) -> tuple[Any, int, dict[int, np.ndarray]]:
+        known, done, rows = before
+        if known != where:
+            done, rows = 0, {}
+        if done == len(self.deletions):
+            return before
+        return where, len(self.deletions), self._find(places, done, rows)
+
+    def _find(self, places: Callable[[np.ndarray], Iterable[Place]], done: int, before: dict[int, np.ndarray],
+              ) -> dict[int, np.ndarray]:
+        found: dict[int, list[np.ndarray]] = {place: [rows] for place, rows in before.items()}
+        for deletion in self.deletions[done:]:
             if deletion.events is not None:
                 for place in places(deletion.users):
                     rows = place.rows[matching(place, deletion, self.schema, self.dictionaries)]

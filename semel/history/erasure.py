@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from semel.history.errors import StoreError, StoreLocked
 from semel.history.files import sync_folder
-from semel.history.log import SegmentWriter, read_segments
+from semel.history.log import MAGIC, SegmentWriter, read_segments
 from semel.history.manifest import NAME as MANIFEST
 
 REQUEST = "request_id"
@@ -31,33 +31,72 @@ def files_in(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def erase_rows(files: Iterable[Path], key: str, users: np.ndarray) -> dict[str, int]:
-    """Rewrite every file that has rows of ``users`` in its column ``key``, without them, and then those that have rows
-    of the requests (``request_id``) which went; path -> rows removed. A file is replaced in one step, durable on
-    return. Raises StoreLocked for a log that is being written to."""
+    """Rewrite every file that has rows of ``users`` in its column ``key``, without them, and before that those without
+    such a column that have rows of the requests (``request_id``) which go; path -> rows removed. A file is replaced in
+    one step, durable on return; where it breaks off, the same again finds what is left. Raises StoreLocked for a log
+    that is being written to, StoreError for a file that cannot be read."""
     files = list(files)
-    removed: dict[str, int] = {}
-    requests: set[str] = set()
+    if not len(users):
+        return {}
     ids = pa.array(users)
-    for path in files:
-        _rewrite(path, key, ids, removed, requests)
+    requests: set[str] = set()
+    named = [path for path in files if any([_noted(batch, key, ids, requests) for batch in _batches(path)])]
+    removed: dict[str, int] = {}
     if requests:
+        values = pa.array(sorted(requests), pa.string())
         for path in files:
-            _rewrite(path, REQUEST, pa.array(sorted(requests), pa.string()), removed, set())
+            if path not in named:
+                _rewrite(path, REQUEST, values, removed)
+    for path in named:  # last, since they tell which requests are meant
+        _rewrite(path, key, ids, removed)
     return removed
 
 
-def _rewrite(path: Path, column: str, values: pa.Array, removed: dict[str, int], requests: set[str]) -> None:
-    rewrite = _rewrite_log if path.suffix == ".log" else _rewrite_parquet
-    count = rewrite(path, column, values, requests)
-    if count:
-        removed[str(path)] = removed.get(str(path), 0) + count
+def _batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """A file's rows. StoreError naming the file where it cannot be read; nothing for a ``.log`` of somebody else's."""
+    try:
+        if path.suffix == ".log":
+            with open(path, "rb") as file:
+                ours = file.read(len(MAGIC)) == MAGIC
+            if ours:
+                yield from (batch for _, batch in read_segments(path))
+        else:
+            with pq.ParquetFile(path) as file:
+                for group in range(file.num_row_groups):
+                    yield from file.read_row_group(group).to_batches()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise StoreError(f"{path} cannot be read, so nobody can be erased from it: {error}") from None
 
 
-def _kept(batch: pa.RecordBatch, column: str, values: pa.Array, requests: set[str]) -> pa.RecordBatch:
-    gone = pc.is_in(batch.column(column).cast(values.type), value_set=values)
+def _noted(batch: pa.RecordBatch, key: str, ids: pa.Array, requests: set[str]) -> bool:
+    """Whether a batch has a column ``key``; the requests of its rows of ``ids`` are added to ``requests``."""
+    if not _fits(batch.schema, key, ids):
+        return False
     if REQUEST in batch.schema.names:
-        requests.update(batch.filter(gone).column(REQUEST).to_pylist())
-    return batch.filter(pc.invert(gone))
+        gone = batch.filter(_is_in(batch, key, ids)).column(REQUEST)
+        requests.update(gone.cast(pa.string()).drop_null().to_pylist())
+    return True
+
+
+def _is_in(batch: pa.RecordBatch, column: str, values: pa.Array) -> pa.Array:
+    return pc.is_in(batch.column(column).cast(values.type), value_set=values)
+
+
+def _rewrite(path: Path, column: str, values: pa.Array, removed: dict[str, int]) -> None:
+    found = any(_fits(batch.schema, column, values) and pc.any(_is_in(batch, column, values)).as_py()
+                for batch in _batches(path))
+    if found:
+        scratch = path.with_name(f".{path.name}.erasing")
+        scratch.unlink(missing_ok=True)  # of one that was killed
+        try:
+            rewrite = _rewrite_log if path.suffix == ".log" else _rewrite_parquet
+            removed[str(path)] = removed.get(str(path), 0) + rewrite(path, scratch, column, values)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def _kept(batch: pa.RecordBatch, column: str, values: pa.Array) -> pa.RecordBatch:
+    return batch.filter(pc.invert(_is_in(batch, column, values)))
 
 
 def _fits(schema: pa.Schema, column: str, values: pa.Array) -> bool:
@@ -66,53 +105,36 @@ def _fits(schema: pa.Schema, column: str, values: pa.Array) -> bool:
         return False
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_integer(kind) if pa.types.is_integer(values.type) else (
-        pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if column == REQUEST:
+        return text or pa.types.is_integer(kind)
+    return pa.types.is_integer(kind) if pa.types.is_integer(values.type) else text
 
 
-def _rewrite_parquet(path: Path, column: str, values: pa.Array, requests: set[str]) -> int:
+def _rewrite_parquet(path: Path, scratch: Path, column: str, values: pa.Array) -> int:
+    rows = 0
     with pq.ParquetFile(path) as file:
         schema = file.schema_arrow
-        if not _fits(schema, column, values):
-            return 0
-        scratch = path.with_name(f".{path.name}.erasing")
-        rows = 0
-        try:
-            with pq.ParquetWriter(scratch, schema, compression="zstd") as writer:
-                for group in range(file.num_row_groups):  # which readers are made for
-                    table = file.read_row_group(group)
-                    kept = pa.Table.from_batches([_kept(batch, column, values, requests)
-                                                  for batch in table.to_batches()], schema)
-                    rows += table.num_rows - kept.num_rows
-                    if kept.num_rows:
-                        writer.write_table(kept, row_group_size=kept.num_rows)
-            if rows:
-                _replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
+        with pq.ParquetWriter(scratch, schema, compression="zstd") as writer:
+            for group in range(file.num_row_groups):  # which readers are made for
+                table = file.read_row_group(group)
+                kept = pa.Table.from_batches([_kept(batch, column, values) for batch in table.to_batches()], schema)
+                rows += table.num_rows - kept.num_rows
+                if kept.num_rows:
+                    writer.write_table(kept, row_group_size=kept.num_rows)
+    _replace(scratch, path)
     return rows
 
 
-def _rewrite_log(path: Path, column: str, values: pa.Array, requests: set[str]) -> int:
-    if not any(_fits(batch.schema, column, values) and pc.any(pc.is_in(
-        batch.column(column).cast(values.type), value_set=values)).as_py() for _, batch in read_segments(path)
-    ):
-        return 0
-    scratch = path.with_name(f".{path.name}.erasing")
+def _rewrite_log(path: Path, scratch: Path, column: str, values: pa.Array) -> int:
     rows = 0
-    try:
-        with _held(path):
-            with SegmentWriter(scratch) as writer:
-                for metadata, batch in read_segments(path):
-                    if _fits(batch.schema, column, values):
-                        kept = _kept(batch, column, values, requests)
-                        rows += batch.num_rows - kept.num_rows
-                        batch = kept
-                    writer.append(batch, metadata)
-            if rows:
-                _replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with _held(path):
+        with SegmentWriter(scratch) as writer:
+            for metadata, batch in read_segments(path):
+                kept = _kept(batch, column, values) if _fits(batch.schema, column, values) else batch
+                rows += batch.num_rows - kept.num_rows
+                writer.append(kept, metadata)
+        _replace(scratch, path)
     return rows
 
 
@@ -130,9 +152,9 @@ def _replace(scratch: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def check_places(also: Iterable[str | os.PathLike[str]]) -> list[Path]:
+def check_places(also: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
     """Paths as they are; StoreError for one that is not there."""
-    paths = [Path(path) for path in also]
+    paths = [Path(path) for path in ([also] if isinstance(also, str | os.PathLike) else also)]
     for path in paths:
         if not path.exists():
             raise StoreError(f"{path} is not there, so nothing can be erased from it")

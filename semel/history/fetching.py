@@ -36,6 +36,8 @@ def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projec
         users = _fetch_tests(view, pointers, projection)
         if users is not None and projection.columns:
             _fetch_chosen(users, reading.select(view, schema, pointers, projection), projection.columns)
+            # what that has looked at may have been let go of since, and mapped anew
+            generation.lookup = generation.lookup.for_read(generation)
     return reading.read(view, schema, pointers, projection)
 
 
@@ -117,7 +119,7 @@ def _fetch_tests(view: View, pointers: Pointers, projection: Projection) -> _Use
     """Fetch what ``reading.select`` looks at: times about the cut, all before it where ``since`` is searched; versions
     and groups of the user's events up to the cut where they are tested. None where that cannot be said before, so that
     columns must be fetched whole."""
-    if view.deletions:  # of any user, until a compaction carries them out
+    if view.deletions and view.deletions.marks.has(pointers.user_id).any():
         return None
     users = _Users(view.generation, pointers)
     tested = ~users.plain | (projection.groups is not None)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Codec = Literal["packed", "plain"]
 CODECS = get_args(Codec)
 MAGIC = "semel-generation"
-FORMAT = 1
+FORMAT = 2
 NAME = "generation.json"
 NO_VALIDITY = np.empty(0, bool)
 NO_VALIDITY.flags.writeable = False
@@ -215,7 +215,8 @@ class Generation:
             if self.info.get("magic") != MAGIC or self.info["checksum"] != seal:
                 raise CorruptFile(f"{path} is not the file that the store's manifest names")
             if self.info["format"] != FORMAT:
-                raise StoreError(f"{path}: format {self.info['format']}, this Semel reads {FORMAT}")
+                raise StoreError(f"{path}: format {self.info['format']}, this Semel reads {FORMAT}; ingest the events "
+                                 "again, or export them with the Semel that wrote it")
         self.shards = [Shard(self, index) for index in range(shards)]
         self.lookup = Lookup(self)
 
@@ -435,8 +436,9 @@ def finish_generation(folder: Path, schema: EventSchema, codec: Codec, shards: l
             writer.strings(f"dictionary-{i:03d}", dictionaries[name])
     writer.strings("tokens", [token.encode() for token in tokens])
     writer.array("token_versions", np.array(list(tokens.values()), np.int64))
-    for name, of_kind in zip(("deleted", "expired"), marks, strict=False):
-        if isinstance(of_kind, Marks) and len(of_kind):
+    deleted, expired, expired_before = marks
+    for name, of_kind in {"deleted": deleted, "expired": expired}.items():
+        if len(of_kind):
             writer.marks(name, of_kind)
     files = [folder / file for file in writer.files]
     sync_files([*files, *{file.parent for file in files}])
@@ -444,6 +446,6 @@ def finish_generation(folder: Path, schema: EventSchema, codec: Codec, shards: l
     content = dump_json({"magic": MAGIC, "format": FORMAT, "codec": codec, "rows": [shard.rows for shard in shards],
                          "users": [shard.users for shard in shards],
                          "oldest": min((shard.oldest for shard in shards), default=NEVER),
-                         "expired_before": marks[2], "files": writer.files})
+                         "expired_before": expired_before, "files": writer.files})
     replace_file(path, content)
     return int(parse_json(content, path)["checksum"])

@@ -67,7 +67,7 @@ class Marks:
 
     def has(self, ids: np.ndarray) -> np.ndarray:
         """[P] bool: whether there is a mark of the user."""
-        return np.isin(self.numbers_of(ids), self._numbers)
+        return self.until_of(ids) >= 0
 
     def until_of(self, ids: np.ndarray) -> np.ndarray:
         """[P] the highest ``until`` of each user, -1 where there is no mark."""

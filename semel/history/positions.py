@@ -60,7 +60,10 @@ class Tokens(dict[str, int]):
             self.add(token, version)
 
     def add(self, token: str, version: int) -> None:
-        step = step_of(token)
+        try:
+            step = step_of(token)
+        except ValueError:  # of a log that somebody else wrote: a token like others
+            step = None
         if step is not None:
             before = self._last.get(step.source)
             if before is not None:

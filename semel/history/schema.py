@@ -58,6 +58,9 @@ class Projection:
             if isinstance(self.groups, str):
                 raise ValueError(f"Projection.groups must be a sequence of values, got the string {self.groups!r}")
             object.__setattr__(self, "groups", tuple(self.groups))
+            for value in self.groups:
+                if not isinstance(value, str | int | np.integer):
+                    raise ValueError(f"Projection.groups must hold strings or integers, got {value!r}")
         if self.last is not None and (isinstance(self.last, bool) or int(self.last) != self.last or self.last < 1):
             raise ValueError(f"Projection.last must be at least 1 or None, got {self.last!r}")
         if self.since is not None and int(self.since) != self.since:
@@ -78,6 +81,8 @@ class Column:
 
     def __post_init__(self) -> None:
         kind: pa.DataType = self.type
+        if not isinstance(kind, pa.DataType):
+            raise ValueError(f"column {self.name!r}: the type must be a pyarrow type such as pa.int64(), got {kind!r}")
         shape: tuple[int, ...] = ()
         if pa.types.is_fixed_size_list(kind):
             shape = (kind.list_size,)

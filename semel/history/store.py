@@ -51,7 +51,7 @@ class HistoryStore:
         self._storage, self.path, self.mode, self.at_version = storage, storage.path, mode, at_version
         self._compacting = threading.RLock()  # held by whoever makes or removes generations
         self._closed = False
-        self._checked: set[Projection] = set()
+        self._checked: set[tuple[Any, ...]] = set()
         self._follower = Follower(storage, durable_only=lock is None)
         self._follower.refresh()
         if at_version is not None and at_version > self._follower.view.version:
@@ -260,11 +260,14 @@ class HistoryStore:
     def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection,
                 require_compacted: bool = False) -> T:
         self._check_open()
-        if projection not in self._checked:
+        checked = (projection.columns, projection.groups)
+        if checked not in self._checked:
             if not set(projection.columns) <= {*self.schema.columns, *RESERVED}:
                 self.refresh()  # a column may have been added
             _fetching().check_projection(projection, self.schema)
-            self._checked.add(projection)
+            if len(self._checked) == 1000:  # groups may be many
+                self._checked.clear()
+            self._checked.add(checked)
         if pointers.user_id.dtype != (object if self.schema.string_keys else np.int64):  # none at all, or a mistake
             pointers = Pointers(self._ids(pointers.user_id), pointers.as_of, pointers.version)
         newest = int(np.maximum.reduce(pointers.version, initial=0))
@@ -393,7 +396,8 @@ class HistoryStore:
             self._clean(writer, keep=1)
             return number
 
-    def erase(self, user_ids: Any, also: Iterable[str | os.PathLike[str]] = ()) -> dict[str, Any]:
+    def erase(self, user_ids: Any, also: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
+              ) -> dict[str, Any]:
         """Remove every trace of users from the disk: ``{"version", "generation", "rows": {file: rows removed}}``.
 
         Deletes their events, compacts, and removes all older generations (leased ones too: their readers go on with
@@ -401,7 +405,8 @@ class HistoryStore:
         older pointers to these users read as UNKNOWN_USER. Before that it rewrites the Parquet files and logs that lie
         in the store's folder, or in ``also`` (folders or files: examples, exposures), without rows of these users
         and without outcomes of their requests. Appends wait meanwhile. Raises StoreLocked for a log that a
-        server writes to, StoreError for a path of ``also`` that is not there; nothing of the store has changed then.
+        server writes to, StoreError for a path of ``also`` that is not there or a file that cannot be read; the store
+        has not changed then. What breaks off is finished by the same call again.
         """
         from semel.history.erasure import check_places, erase_rows, files_in
 

@@ -145,15 +145,15 @@ class Events:
         self.rows = sum(r.rows for r in ranges)
         self._lock = threading.Lock()
 
-    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray, place: Range, rows: int) -> None:
-        """Add a batch that lies at ``place`` after the first ``rows`` events, which must be all."""
+    def append(self, batch: pa.RecordBatch, versions: int | np.ndarray, place: Range, ranges: tuple[Range, ...],
+               rows: int) -> None:
+        """Add a batch that lies at ``place`` after the first ``rows`` events, those of ``ranges``. They are all that
+        any view has: what follows was left by an append that was broken off."""
         with self._lock:
-            if self.rows != rows:
-                raise RuntimeError("an older tail was appended to")
             if self.arena is not None:
                 self.arena.rows = rows  # what an append that was broken off left there does not count
                 self.arena.append(batch, versions)
-            self.ranges, self.rows = extended(self.ranges, place), rows + batch.num_rows
+            self.ranges, self.rows = extended(ranges, place), rows + batch.num_rows
 
     def load(self) -> Arena:
         """The arena, filled now if it is not there yet. Raises CorruptFile, GenerationGone."""
@@ -190,7 +190,7 @@ class Tail:
     def append(self, batch: pa.RecordBatch, versions: int | np.ndarray, place: Range) -> Tail:
         """The tail with one more batch (key, event_time, columns as ``Column.stored``), of one version or of an
         ascending one for each row [rows], which lies at ``place``. Only the newest tail can be appended to."""
-        self._events.append(batch, versions, place, self.rows)
+        self._events.append(batch, versions, place, self.ranges, self.rows)
         return Tail(self._events, self._indexed, self._index)
 
     def after(self, version: int) -> Tail:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import select
+import selectors
 import socket
 import stat
 import threading
@@ -91,15 +91,22 @@ class WriterServer:
     def _accept(self) -> None:
         listener, wake = self._listener, self._wake
         assert listener is not None and wake is not None
+        with selectors.DefaultSelector() as both, selectors.DefaultSelector() as only_wake:
+            for selector in (both, only_wake):
+                selector.register(wake[0], selectors.EVENT_READ)
+            both.register(listener, selectors.EVENT_READ)
+            self._accept_until_woken(listener, both, only_wake)
+
+    def _accept_until_woken(self, listener: socket.socket, both: selectors.BaseSelector,
+                            only_wake: selectors.BaseSelector) -> None:
         while True:
-            ready, _, _ = select.select([listener, wake[0]], [], [])
-            if wake[0] in ready:
+            if any(key.fileobj is not listener for key, _ in both.select()):
                 return
             try:
                 connection, _ = listener.accept()
             except OSError as error:  # the client is gone again, or there are too many open files
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    select.select([wake[0]], [], [], 0.1)
+                    only_wake.select(0.1)
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="writer-connection", daemon=True)
             with self._lock:

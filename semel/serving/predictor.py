@@ -80,7 +80,10 @@ class Predictor:
         with ExitStack() as opened:  # what is open is closed again if the rest does not fit
             if isinstance(store, (str, Path)):
                 store = opened.enter_context(HistoryStore.open(store, mode=mode))
-            folder = Path(store.path)
+            if not isinstance(store.path, Path):
+                raise ValueError(f"{store.path}: a server needs a store in a folder, beside which its catalogue and "
+                                 "exposures lie")
+            folder = store.path
             catalogue = None
             if (folder / "catalogue").exists():
                 catalogue = opened.enter_context(HistoryStore.open(folder / "catalogue", mode=mode))

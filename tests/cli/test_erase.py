@@ -30,7 +30,8 @@ def test_erase(semel, store, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ([], "name the users to erase"), (["x"], "user 'x': the store's users are integers"),
+    ([], "name the users to erase"), (["x"], "user 'x': the store's users are 64-bit integers"),
+    ([str(1 << 64)], "users are 64-bit integers"),
     (["1", "--also", "nowhere"], "nowhere is not there"), (["--users", "nowhere"], "nowhere"),
 ])
 def test_bad_input_erases_nothing(semel, store, arguments, message):

@@ -27,6 +27,7 @@ from semel.history import (
     StoreLocked,
     read_segments,
 )
+from semel.history import erasure as erasure_module
 
 SCHEMA = EventSchema({"item_id": pa.int64(), "action": pa.string()}, pa.string(), group="action")
 ALL = Projection(("item_id", "action"))
@@ -182,6 +183,63 @@ def test_erased_means_that_no_byte_is_left(store, tmp_path):
     store.compact()
     store.verify()
     reader.close()
+
+
+def test_an_erasure_that_broke_off_is_finished_by_the_next(store, tmp_path, monkeypatch):
+    """Requests of erased users are known from the files that name the users, so those are rewritten last."""
+    exposures, outcomes = tmp_path / "a-exposures.parquet", tmp_path / "b-outcomes.parquet"
+    pq.write_table(pa.table({"user_id": [NEEDLE, "b", NEEDLE], "request_id": [7, 8, None]}), exposures)
+    pq.write_table(pa.table({"request_id": [7, 8, 7]}), outcomes)
+    with SegmentWriter(tmp_path / "c.log") as writer:
+        writer.append(pa.table({"user_id": [NEEDLE, "b"], "n": [1, 2]}))
+        writer.append(pa.table({"user_id": ["c"], "n": [3]}))
+    (tmp_path / "server.log").write_text("not a log of ours\n")
+    replace, left = erasure_module._replace, 0
+
+    def breaks(source, target):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    for whole in (0, 1, 1):  # before the first file, the second, the third
+        left = whole
+        with monkeypatch.context() as patch:
+            patch.setattr(erasure_module, "_replace", breaks)
+            with pytest.raises(KeyboardInterrupt):
+                store.erase([NEEDLE], also=[exposures, outcomes, tmp_path / "c.log", tmp_path / "server.log"])
+    with SegmentWriter(tmp_path / ".c.log.erasing") as writer:  # of one that was killed
+        writer.append(pa.table({"user_id": ["left"], "n": [9]}))
+    store.erase([NEEDLE], also=[exposures, outcomes, tmp_path / "c.log", tmp_path / "server.log"])
+    assert pq.read_table(exposures)["request_id"].to_pylist() == [8]
+    assert pq.read_table(outcomes)["request_id"].to_pylist() == [8]
+    assert [batch["n"].to_pylist() for _, batch in read_segments(tmp_path / "c.log")] == [[2], [3]]
+    assert files_with(tmp_path, b"needle") == [] and store.keys().tolist() == ["b", "c"]
+
+
+def test_a_file_that_cannot_be_read_is_named_before_anything_is_erased(store, tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(StoreError, match=r"broken\.parquet cannot be read"):
+        store.erase([NEEDLE], also=str(tmp_path / "broken.parquet"))
+    assert store.keys().tolist() == ["b", "c", NEEDLE]
+    store.erase([])
+    assert store.keys().tolist() == ["b", "c", NEEDLE]
+
+
+def test_many_deletions_of_single_events_stay_quick(tmp_path):
+    """What was looked for is not looked for again: without that a hundred of them took half a minute."""
+    count = 300_000
+    with HistoryStore.create(tmp_path / "s", EventSchema({"item_id": pa.int64()}), shards=4) as store:
+        store.append(pa.table({"user_id": np.arange(count) % 5000, "event_time": np.arange(count),
+                               "item_id": np.arange(count)}))
+        store.compact()
+        began = time.process_time()
+        for user in range(60):
+            store.delete(events=pa.table({"user_id": [user], "event_time": [user]}))
+        pointers = store.point(np.arange(5000), count)
+        assert store.read(pointers, Projection(("item_id",))).lengths.sum() == count - 60
+        assert time.process_time() - began < 8
 
 
 def test_integer_users_are_erased_too(tmp_path):
@@ -340,3 +398,19 @@ def test_an_acknowledged_deletion_is_durable(tmp_path, seed):
         assert sum(left) <= 2, "at most the last append, which nothing has deleted yet"
         store.compact()
         assert store.verify()["files"] > 0
+
+
+def test_a_refresh_that_broke_off_leaves_a_reader_whole(store, monkeypatch):
+    """The tail had the events and the view had not."""
+    with HistoryStore.open(store.path) as reader:
+        reader.read(reader.point(["b"], 100), ALL)
+        store.append(events(("b", 30, 6, "like")))
+        from semel.history import following
+
+        with monkeypatch.context() as patch:
+            patch.setattr(following, "replace", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                reader.refresh()
+        reader.refresh()
+        assert items(reader, reader.point(["b"], 100)) == ([[2, 5, 6]], ["OK"])
+

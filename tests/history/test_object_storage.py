@@ -549,3 +549,25 @@ def test_damage_is_named_and_never_read(store: HistoryStore, s3: Any, kind: str)
     for look in (read, verify):
         with pytest.raises(CorruptFile, match=f"{s3.url}/{name}"):
             look()
+
+
+@pytest.mark.parametrize("codec", ["packed", "plain"])
+def test_times_are_right_when_the_cache_lets_go_of_them(in_memory: None, tmp_path: Path, codec: Any) -> None:
+    """A read maps a file anew that the cache has let go of since the read looked into it first."""
+    schema = EventSchema({"item_id": pa.int64()})
+    random = np.random.default_rng(0)
+    count = 200_000
+    with HistoryStore.create("memory:///small", schema, shards=4, cache_folder=tmp_path / "a") as store:
+        store.append(pa.table({"user_id": random.integers(0, 200, count),
+                               "event_time": random.integers(1, 10**12, count),
+                               "item_id": random.integers(0, 10**6, count)}))
+        store.compact(codec=codec)
+        with HistoryStore.open("memory:///small", cache_folder=tmp_path / "b", cache_bytes=100_000) as small:
+            for seed in range(6):
+                random = np.random.default_rng(seed)
+                as_of = np.where(random.random(30) < 0.5, 10**13, random.integers(0, 10**12, 30))
+                pointers = store.point(random.integers(0, 200, 30), as_of)
+                want, got = (handle.read(pointers, Projection(("item_id", "event_time"), last=500))
+                             for handle in (store, small))
+                assert all(np.array_equal(got.columns[name], want.columns[name]) for name in want.columns)
+
