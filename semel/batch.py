@@ -343,6 +343,8 @@ def expand_rows(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.n
 def ids_array(ids: Any, name: str = "ids") -> np.ndarray:
     """User or item ids as int64 or as an object array of str; ValueError for anything else, null or NaN."""
     array = np.asarray(ids)
+    if array.dtype.kind == "U" and not isinstance(ids, np.ndarray):  # which would cut zero bytes off at the end
+        array = np.array(ids, object)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
     if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:

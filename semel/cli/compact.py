@@ -12,8 +12,9 @@ import typer
 def compact(
     store: Annotated[Path, typer.Argument(help="The folder of the store.")],
     codec: Annotated[str, typer.Option(help="packed: small; plain: larger, a little faster to read.")] = "packed",
-    retention: Annotated[str | None, typer.Option(help="How old events may be, e.g. 90d; older ones go.")] = None,
-    engine: Annotated[str, typer.Option(help="local: threads here; ray: a Ray cluster (semel[ray]).")] = "local",
+    retention: Annotated[str | None, typer.Option(
+        help="How old events may be by now, e.g. 90d; older ones are removed for good.")] = None,
+    engine: Annotated[str, typer.Option(help="local: threads here; ray: a Ray cluster (extra ray).")] = "local",
     workers: Annotated[int, typer.Option(help="Shards written at a time.")] = 2,
     memory_limit: Annotated[str, typer.Option(help="What it may allocate; the rest goes through a file.")] = "1GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -33,15 +34,19 @@ def compact(
                     continue
                 raise
             with opened as handle:
-                moved = handle.stats()["events"]["log"]
+                before = handle.stats()["events"]
                 handle.compact(engine, workers, memory_limit, codec=codec,  # type: ignore[arg-type]  # it checks
                                retention=retention if name == "events" else None,
                                progress=partial(progress, f"compact {name}"))
-                stats[name] = {"moved": moved, **handle.stats()}
+                after = handle.stats()
+                stats[name] = {"moved": before["log"], "removed": before["total"] - after["events"]["total"],
+                               "expired_before": handle.expired_before, **after}
     if as_json:
         output.print_json(stats)
         return
     for name, facts in stats.items():
         output.results().print(
             f"{name}: {output.count(facts['moved'])} rows moved into generation {facts['generation']}, "
-            f"{output.count(facts['events']['total'])} in all, {output.size(facts['bytes']['total'])}", soft_wrap=True)
+            f"{output.count(facts['events']['total'])} in all, {output.size(facts['bytes']['total'])}"
+            + (f"; {output.count(facts['removed'])} deleted or too old events removed" if facts["removed"] else ""),
+            soft_wrap=True)

@@ -22,9 +22,13 @@ def erase(
 
     ids = list(users or [])
     if users_file is not None:
-        ids += [line.strip() for line in users_file.read_text().splitlines() if line.strip()]
+        try:
+            ids += [line.strip() for line in users_file.read_text("utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError:
+            raise ValueError(f"{users_file} is no UTF-8 text with a user id a line") from None
     if not ids:
-        raise ValueError("name the users to erase, or a file of them (--users FILE)")
+        raise ValueError(f"{users_file} names no users" if users_file is not None else
+                         "name the users to erase, or a file of them (--users FILE)")
     with HistoryStore.open(store, mode="a") as handle:
         known = ids if handle.schema.string_keys else [_integer(text) for text in ids]
         found = len(set(known) & set(handle.keys().tolist()))

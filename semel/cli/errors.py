@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import signal
 import sys
 import traceback
@@ -19,9 +20,13 @@ INTERRUPTED = 128 + signal.SIGINT
 class Verbs(TyperGroup):
     """The group of all verbs. Ends the process with 0, 1 (a bug: with its traceback), 2 (bad input) or 130 (Ctrl-C)."""
 
+    FOLDERS_ONLY = ("ingest", "train", "evaluate", "serve", "replay", "report", "demo", "info")
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         standalone = kwargs.pop("standalone_mode", True)
         try:
+            words = list(args[0] if args and args[0] is not None else kwargs.get("args") or sys.argv[1:])
+            refuse_buckets(words, self.FOLDERS_ONLY)
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
@@ -45,6 +50,15 @@ class Verbs(TyperGroup):
             if ctx.meta.get("traceback") and not hasattr(error, "format_message") and line_of(error) is not None:
                 traceback.print_exc()
             raise
+
+
+def refuse_buckets(words: list[str], folders_only: tuple[str, ...]) -> None:
+    """Some verbs write beside the store, which a bucket cannot take: ValueError, before a path is made of a URL."""
+    verb = next((word for word in words if not word.startswith("-")), "")
+    for word in words if verb in folders_only else words[-1:] if verb == "export" else []:
+        if re.match(r"(s3a?|gs|az|abfss?|adl|r2|memory)://", word.partition("=")[2] or word):
+            raise ValueError(f"{word}: {verb} writes to folders only; a store in a bucket is made and appended to from "
+                             "Python (docs/object-storage.md)")
 
 
 def line_of(error: BaseException) -> str | None:

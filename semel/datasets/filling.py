@@ -68,8 +68,7 @@ def existing_schema(store: Path, key: str = "user_id") -> EventSchema | None:
             raise ValueError(f"{store} is keyed by {schema.key}, not by {key}; choose another --store")
         return schema
     if store.is_file() or (store.is_dir() and any(store.iterdir())):
-        raise FileExistsError(f"{store} exists already and is no history store; remove it (rm -r {store}) or choose "
-                              "another --store")
+        raise FileExistsError(f"{store} exists already and is no history store; choose another --store")
     return None
 
 

@@ -165,6 +165,8 @@ def _equal(have: tuple[np.ndarray, np.ndarray], row: np.ndarray, want: pa.Array,
         wanted_valid = np.ones(len(want), bool) if some is None else some
     row_valid = valid[row] if len(valid) else np.ones(len(row), bool)
     same = values[row] == wanted[event]
+    if values.dtype.kind == "f":
+        same |= np.isnan(values[row]) & np.isnan(wanted[event])
     if same.ndim > 1:
         same = same.all(axis=1)
     return (row_valid == wanted_valid[event]) & (same | ~row_valid)
@@ -193,9 +195,9 @@ class Deletions:
             more._in_shards, more._in_tail = self._in_shards, self._in_tail
         return more
 
-    def after(self, version: int) -> Deletions:
-        """Those of later versions."""
-        return Deletions([d for d in self.deletions if d.version > version], self.schema, self.dictionaries)
+    def after(self, version: int, schema: EventSchema) -> Deletions:
+        """Those of later versions, of a store that has the columns of ``schema`` now."""
+        return Deletions([d for d in self.deletions if d.version > version], schema, self.dictionaries)
 
     @cached_property
     def marks(self) -> Marks:

@@ -26,6 +26,8 @@ def files_in(folders: Iterable[Path]) -> Iterator[Path]:
         found = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
         stores = [path.parent / part for path in found if path.name == MANIFEST for part in ("log", "generations")]
         for path in found:
+            if path.name.startswith(".") and path.suffix == ".erasing":  # of one that was killed
+                path.unlink(missing_ok=True)
             if path.suffix in SUFFIXES and path.is_file() and not any(path.is_relative_to(part) for part in stores):
                 yield path
 

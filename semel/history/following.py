@@ -89,7 +89,7 @@ class Follower:
             if schema != self.schema:
                 self.schema, tail = schema, tail.with_schema(schema)
             self.view = replace(view, generation=generation, tail=tail,
-                                version=max(view.version, upto), deletions=view.deletions.after(upto),
+                                version=max(view.version, upto), deletions=view.deletions.after(upto, schema),
                                 compacted=upto, lease=lease)
         self._position = max(self._position, self.storage.start(manifest))
         self.manifest = manifest
@@ -138,6 +138,7 @@ class Follower:
         content = manifest.content()
         self.storage.swap(content)
         self.manifest, self._content = manifest, content
+        self._position = max(self._position, self.storage.start(manifest))
 
 
 def verify(storage: Storage) -> dict[str, int]:

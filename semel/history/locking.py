@@ -38,8 +38,8 @@ class WriterLock:
         except BlockingIOError:
             holder = owner(path)
             os.close(self._handle)
-            raise StoreLocked(f"{path.parent} is open for appending in process {holder}; close it there, or open it "
-                              'here with mode="r"') from None
+            raise StoreLocked(f"{path.parent} is open for appending in process {holder}; stop that (a server, an "
+                              'ingest), or open it here with mode="r"') from None
         try:
             before = os.pread(self._handle, _OWNER_BYTES + _MARK_BYTES, 0)
             self.abandoned = bool(before)

@@ -118,7 +118,7 @@ def generation_path(folder: Path, number: int) -> Path:
 def local_path(url: str | os.PathLike[str]) -> Path:
     """The folder that a path or file:// URL names; ValueError for another scheme."""
     text = os.fspath(url)
-    if "://" not in text:
+    if "://" not in text and not text.startswith("file:/"):  # a file:// URL that was taken for a path
         return Path(text)
     parts = urlsplit(text)
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):

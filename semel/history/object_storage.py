@@ -293,15 +293,13 @@ class Claim:
     def confirm(self) -> None:
         """Raise WriterFenced where another writer took the store over. One request."""
         if self._objects.tag(NAME) != self._tag:
-            raise WriterFenced(f"{self._objects.url} was opened for appending elsewhere since; nothing more is written "
-                               "through this handle")
+            raise _fenced(self._objects.url)
 
     def swap(self, content: bytes) -> None:
         try:
             self._tag = _put(self._objects, NAME, content, self._tag)
         except Changed:
-            raise WriterFenced(f"{self._objects.url} was opened for appending elsewhere since; nothing more is written "
-                               "through this handle") from None
+            raise _fenced(self._objects.url) from None
         except Unanswered as error:
             raise StoreError(f"whether {self._objects.where(NAME)} was replaced is unknown ({error}); reopen the store"
                              ) from error
@@ -352,6 +350,12 @@ class ObjectLog:
 
     def close(self) -> None:
         self.usable = False
+
+
+def _fenced(url: str) -> WriterFenced:
+    return WriterFenced(f"{url} was opened for appending elsewhere since; nothing more is written through this handle. "
+                        "What it was about to append may be in the store: append that again with the same token, "
+                        "through a handle opened anew")
 
 
 def _span(metadata: dict[str, Any], place: LogObject) -> tuple[int, int]:

@@ -267,6 +267,8 @@ def _check(table: pa.Table, schema: EventSchema, names: list[str]) -> dict[str, 
     if len(times) and times.min() < 0:
         row = int(times.argmin())
         raise ValueError(f"event_time {times[row]} in row {row} is negative; times are microseconds since 1970")
+    if len(times) and times.max() == np.iinfo(np.int64).max:
+        raise ValueError(f"event_time {times.max()} in row {int(times.argmax())} is too large: no as_of lies behind it")
     return arrays
 
 

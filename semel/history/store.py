@@ -165,11 +165,10 @@ class HistoryStore:
         return self._view.generation.expired_before
 
     def refresh(self) -> int:
-        """See what was committed since the last refresh (an appending handle always does, a frozen view never); the
-        version now."""
+        """See what was committed since the last refresh (an appending handle always does; a frozen view stays at its
+        version, and learns what was deleted); the version now."""
         self._check_open()
-        if self.at_version is None:
-            self._follow()
+        self._follow()
         return self.version
 
     def _follow(self) -> None:
@@ -397,14 +396,15 @@ class HistoryStore:
             return number
 
     def erase(self, user_ids: Any, also: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
-              ) -> dict[str, Any]:
+              *, workers: int = 2, memory_limit: int | str = "1GiB") -> dict[str, Any]:
         """Remove every trace of users from the disk: ``{"version", "generation", "rows": {file: rows removed}}``.
 
         Deletes their events, compacts, and removes all older generations (leased ones too: their readers go on with
         the new one) and log segments, and strings that only these users' events had. Marks are not kept either, so
         older pointers to these users read as UNKNOWN_USER. Before that it rewrites the Parquet files and logs that lie
         in the store's folder, or in ``also`` (folders or files: examples, exposures), without rows of these users
-        and without outcomes of their requests. Appends wait meanwhile. Raises StoreLocked for a log that a
+        and without outcomes of their requests. Appends wait meanwhile. ``workers`` and ``memory_limit`` as for
+        ``compact``. Raises StoreLocked for a log that a
         server writes to, StoreError for a path of ``also`` that is not there or a file that cannot be read; the store
         has not changed then. What breaks off is finished by the same call again.
         """
@@ -416,34 +416,39 @@ class HistoryStore:
         rows = erase_rows(files_in([*own, *check_places(also)]), self.schema.key, users)
         with self._compacting, self._follower.moving:
             writer.delete(users, None, None)
-            codec: Codec = "plain" if self._view.generation.codec == "plain" else "packed"
-            generation = self._compact(codec, forget=users)
+            generation = self._compact(self._codec, workers=workers, memory_limit=memory_limit, forget=users)
             view = self._view
             for name in view.dictionaries.names:  # what was erased there, also here
                 view.dictionaries.extend(name, 0, view.generation.dictionary(name), view.generation.folder)
             self._clean(writer, keep=1, leased=True)
             return {"version": self.version, "generation": generation, "rows": rows}
 
-    def add_column(self, name: str, kind: pa.DataType, backfill: Backfill = None) -> int:
+    @property
+    def _codec(self) -> Codec:
+        return "plain" if self._view.generation.codec == "plain" else "packed"
+
+    def add_column(self, name: str, kind: pa.DataType, backfill: Backfill = None, *, workers: int = 2,
+                   memory_limit: int | str = "1GiB") -> int:
         """Add a column; the version from which on pointers see it. Writes a new generation.
 
         ``backfill`` fills it for the events that are there: a function that gets a table of events (the key,
         ``event_time``, the other columns) and returns as many values; or a table that holds the new column beside one
         or more of those columns, by which an event finds its value (null where it has none). None: null. Older pointers
         read null all the same, unless their projection says ``allow_backfill``; events that arrive meanwhile have null.
-        Appends need not have the column. Raises ValueError for a name, type or values that do not fit; nothing has
-        changed then.
+        Appends need not have the column. ``workers`` and ``memory_limit`` as for ``compact``, beside one shard's
+        columns where it is filled. Raises ValueError for a name, type or values that do not fit; nothing has changed
+        then.
         """
         from semel.history.backfill import AddedColumn
 
         writer = self._writer_to("add a column")
-        if name in self.schema.columns:
-            raise ValueError(f"the store has a column {name!r} already: {', '.join(self.schema.columns)}")
-        schema = self.schema.with_column(name, kind, self.version + 1)  # checks the name and the type
-        added = AddedColumn(schema.layout[name], backfill, self.schema, writer.follower.view.dictionaries)
-        codec: Codec = "plain" if self._view.generation.codec == "plain" else "packed"
-        self._compact(codec, added=added)
-        return self.schema.layout[name].since_version
+        with self._compacting:
+            if name in self.schema.columns:
+                raise ValueError(f"the store has a column {name!r} already: {', '.join(self.schema.columns)}")
+            schema = self.schema.with_column(name, kind, self.version + 1)  # checks the name and the type
+            added = AddedColumn(schema.layout[name], backfill, self.schema, writer.follower.view.dictionaries)
+            self._compact(self._codec, workers=workers, memory_limit=memory_limit, added=added)
+            return self.schema.layout[name].since_version
 
     def drop_generations(self, keep: int = 2) -> list[int]:
         """Remove all but the ``keep`` newest generations (the current one is never removed), except those that a live

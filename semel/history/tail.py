@@ -308,6 +308,10 @@ def erased(code: int) -> str:
     return f"\x00{code}"
 
 
+def _is_erased(word: str, code: int) -> bool:
+    return word[:1] == "\x00" and word == erased(code)
+
+
 class Dictionaries:
     """The strings of dictionary columns, by code. They only grow, so a code never changes its meaning."""
 
@@ -315,49 +319,52 @@ class Dictionaries:
         self.names: tuple[str, ...] = ()
         self._arrays: dict[str, np.ndarray] = {}
         self._codes: dict[str, dict[str, int]] = {}
+        self._sizes: dict[str, int] = {}
         self.include(names)
 
     def include(self, names: Sequence[str]) -> None:
         """Have a dictionary, empty at first, for each of ``names``."""
         for name in names:
             if name not in self._codes:
-                self._arrays[name], self._codes[name] = np.empty(0, object), {}
+                self._arrays[name], self._codes[name], self._sizes[name] = np.empty(0, object), {}, 0
                 self.names = (*self.names, name)
 
     def size(self, name: str) -> int:
-        return len(self._codes[name])
+        return self._sizes[name]
 
     def array(self, name: str) -> np.ndarray:
         """The dictionary now, as a read-only object array that later growth leaves alone."""
-        size = len(self._codes[name])
-        return frozen(self._arrays[name][:size])
+        return frozen(self._arrays[name][: self._sizes[name]])
 
     def extend(self, name: str, start: int, values: list[str], where: Any) -> None:
-        """Append ``values``, the first of which has the code ``start``; known ones must be equal."""
-        codes = self._codes[name]
-        known = len(codes) - start
+        """Append ``values``, the first of which has the code ``start``; known ones must be equal, or erased."""
+        codes, size = self._codes[name], self._sizes[name]
+        known = size - start
         self._forget(name, start, values[:max(known, 0)])
-        if known < 0 or any(codes.get(value) != start + i for i, value in enumerate(values[:known])):
+        words = self._arrays[name]
+        if known < 0 or any(words[start + i] != value for i, value in enumerate(values[:known])):
             raise CorruptFile(f"{where}: the dictionary of {name!r} does not continue the one before it")
         values = values[max(known, 0):]
         if not values:
             return
-        size = len(codes)
-        if size + len(values) > len(self._arrays[name]):
-            self._arrays[name] = _grown(self._arrays[name], size, max(2 * size, size + len(values), 16))
-        self._arrays[name][size : size + len(values)] = values
-        codes.update((value, size + i) for i, value in enumerate(values))
-        if len(codes) != size + len(values):
+        fresh = {value: code for code, value in enumerate(values, size) if not _is_erased(value, code)}
+        there = sum(not _is_erased(value, code) for code, value in enumerate(values, size))
+        if len(fresh) < there or not codes.keys().isdisjoint(fresh):
             raise CorruptFile(f"{where}: the dictionary of {name!r} repeats a value")
+        if size + len(values) > len(words):
+            words = self._arrays[name] = _grown(words, size, max(2 * size, size + len(values), 16))
+        words[size : size + len(values)] = values
+        codes.update(fresh)
+        self._sizes[name] = size + len(values)
 
     def _forget(self, name: str, start: int, values: list[str]) -> None:
-        """Take over the strings that were erased."""
+        """Take over the strings that were erased. Nothing is looked up as one: it has no code any more."""
         codes, words = self._codes[name], self._arrays[name]
         for code, value in enumerate(values, start):
-            if value[:1] == "\x00" and value == erased(code) and words[code] != value:
+            if _is_erased(value, code) and words[code] != value:
                 words = words.copy()  # arrays that were handed out stay as they are
                 del codes[words[code]]
-                codes[value], words[code] = code, value
+                words[code] = value
         self._arrays[name] = words
 
     def codes(self, name: str, values: Sequence[Any]) -> list[int]:
@@ -368,13 +375,13 @@ class Dictionaries:
     def encode(self, name: str, arrays: Sequence[pa.DictionaryArray]) -> tuple[list[pa.Array], list[str]]:
         """Dictionary-encoded strings -> (int32 codes of each array, the values that must be appended first to make
         them valid). Raises ValueError where the codes would not fit."""
-        codes = self._codes[name]
+        codes, size = self._codes[name], self._sizes[name]
         fresh: dict[str, int] = {}
         encoded = []
         for array in arrays:
-            table = [codes[value] if value in codes else fresh.setdefault(value, len(codes) + len(fresh))
+            table = [codes[value] if value in codes else fresh.setdefault(value, size + len(fresh))
                      for value in array.dictionary.to_pylist()]
-            if len(codes) + len(fresh) > np.iinfo(np.int32).max:
+            if size + len(fresh) > np.iinfo(np.int32).max:
                 raise ValueError(f"column {name!r}: more than 2**31 - 1 different strings")
             encoded.append(pa.array(table, pa.int32()).take(array.indices))
         return encoded, list(fresh)

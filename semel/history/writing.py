@@ -95,7 +95,10 @@ class Writer:
         first: dict[str, Append] = {}  # of the appends with one token
         moved: set[str] = set()  # sources that an append of this group takes on
         for append in group:
-            if append.token is not None and append.token in self.tokens:
+            if append.done:  # before a record of the owner before came between
+                if append.token is not None:
+                    first.setdefault(append.token, append)
+            elif append.token is not None and append.token in self.tokens:
                 append.version, append.done = self.tokens[append.token], True
             elif append.token is None and not append.rows:
                 append.version, append.done = self.follower.view.version, True
@@ -133,8 +136,8 @@ class Writer:
             if len(group) > 1:
                 for append in group:
                     self._write_each([append])
-            else:
-                group[0].error = error
+                return
+            group[0].error = error
         for append in group:
             append.done = True
 
@@ -288,7 +291,7 @@ class Writer:
                         view.dictionaries.extend(added.column.name, 0, list(added.words), generation.folder)
                     self.follower.schema, tail = schema, tail.with_schema(schema)
                 self.follower.view = replace(view, generation=generation, lease=lease, compacted=upto, tail=tail,
-                                             deletions=view.deletions.after(upto))
+                                             deletions=view.deletions.after(upto, schema))
             if added is not None:
                 self._in_order(self._next_version)
 

@@ -414,3 +414,63 @@ def test_a_refresh_that_broke_off_leaves_a_reader_whole(store, monkeypatch):
         reader.refresh()
         assert items(reader, reader.point(["b"], 100)) == ([[2, 5, 6]], ["OK"])
 
+
+def test_ids_that_end_in_zero_bytes_are_other_users(store):
+    store.append(events(("bob", 1, 1, None), ("bob\x00", 1, 2, None)))
+    before = store.point(["bob", "bob\x00"], 10)
+    assert items(store, before)[0] == [[1], [2]]
+    store.delete(user_ids=["bob\x00"])
+    assert items(store, before) == ([[1], []], ["OK", "SCRUBBED"])
+
+
+def test_events_are_deleted_by_a_column_that_was_added(store):
+    store.add_column("n", pa.float32(), lambda table: pa.array([float("nan")] * table.num_rows, pa.float32()))
+    with HistoryStore.open(store.path) as reader:
+        before = store.point(["b"], 100)
+        store.delete(events=pa.table({"user_id": ["b"], "event_time": [11],
+                                      "n": pa.array([float("nan")], pa.float32())}))
+        reader.refresh()
+        for handle in (store, reader):
+            assert items(handle, before) == ([[5]], ["SCRUBBED"]) and "b" in handle.keys().tolist()
+
+
+def test_a_string_that_looks_like_an_erased_one_is_a_string(store):
+    code = int(store.read(store.point([NEEDLE], 100), ALL).columns["action"][0])  # of the string that will be erased
+    likeness = f"\x00{code}"
+    store.append(events(("b", 20, 6, likeness)))
+    store.erase([NEEDLE])
+    store.append(events(("b", 21, 7, "new")))
+    store.close()
+    with HistoryStore.open(store.path, "a") as store:
+        assert store.read(store.point(["b"], 100), ALL).strings("action").tolist() == ["like", "click", likeness, "new"]
+        store.append(events(("b", 22, 8, likeness)))
+        store.compact()
+        assert store.read(store.point(["b"], 100), ALL).strings("action").tolist()[2:] == [likeness, "new", likeness]
+
+
+def test_a_frozen_view_learns_of_deletions_when_it_refreshes(store):
+    version = store.version
+    with HistoryStore.open(store.path, at_version=version) as view:
+        pointers = view.point([NEEDLE, "b"], 100)
+        store.append(events(("b", 50, 9, None)))
+        store.erase([NEEDLE])
+        assert view.refresh() == version
+        assert items(view, pointers) == ([[], [2, 5]], ["UNKNOWN_USER", "OK"])
+
+
+def test_a_column_is_added_once(store):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(store.add_column, "n", pa.string(), pa.table({"item_id": [2], "n": [f"{i}"]}))
+                 for i in range(4)]
+        errors = [str(call.exception()) for call in calls if call.exception() is not None]
+    assert len(errors) == 3 and all("has a column 'n' already" in error for error in errors)
+    table = store.read(store.point(["b"], 100), Projection(("n",)))
+    assert table.validity["n"].tolist() == [True, False]
+
+
+def test_a_time_that_no_pointer_can_reach_is_refused(store):
+    with pytest.raises(ValueError, match=r"event_time 9223372036854775807 in row 0 is too large"):
+        store.append(events(("b", 2**63 - 1, 1, None)))
+

@@ -571,3 +571,61 @@ def test_times_are_right_when_the_cache_lets_go_of_them(in_memory: None, tmp_pat
                              for handle in (store, small))
                 assert all(np.array_equal(got.columns[name], want.columns[name]) for name in want.columns)
 
+
+def late_put(store: HistoryStore, name: str, user: int) -> None:
+    """What a fenced writer had under way arrives after all."""
+    from semel.history.log import encode_object
+
+    batch = pa.record_batch({"user_id": [user], "event_time": [1], "i": [user]})
+    store._storage.objects.put(name, encode_object(batch, {"version": int(name[4:24]), "writer": "old"}))
+
+
+def one(user: int) -> pa.Table:
+    return pa.table({"user_id": [user], "event_time": [1], "i": [user]})
+
+
+@pytest.mark.parametrize("compacts", [False, True])
+def test_an_owner_gets_past_a_late_put(in_memory: None, tmp_path: Path, compacts: bool) -> None:
+    from semel.history.object_storage import log_name
+
+    url = f"memory:///late{compacts}"
+    HistoryStore.create(url, EventSchema({"i": pa.int64()}), shards=2, cache_folder=tmp_path).close()
+    with HistoryStore.open(url, "a", cache_folder=tmp_path) as store:
+        store.append(one(1))
+        if compacts:
+            store.compact()
+        late_put(store, log_name(store.version + 1), 9)
+        assert store.append(one(2)) == 3 and store.append(one(3)) == 4
+        assert store.keys().tolist() == [1, 2, 3, 9]
+
+
+def test_no_append_of_a_group_is_written_twice(in_memory: None, tmp_path: Path, monkeypatch: Any) -> None:
+    """A group is refused, then put one by one; before the second of them a late put takes its name."""
+    from semel.history import object_storage
+
+    HistoryStore.create("memory:///twice", EventSchema({"i": pa.int64()}), shards=2, cache_folder=tmp_path).close()
+    real, calls, go = object_storage._put, [], threading.Event()
+
+    def put(objects: Objects, name: str, content: bytes, replacing: Any = None) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            assert go.wait(20)  # meanwhile the others gather
+        if len(calls) == 2:
+            raise OSError(5, "refused")
+        if len(calls) == 4:
+            late_put(store, name, 9)
+        return real(objects, name, content, replacing)
+
+    with HistoryStore.open("memory:///twice", "a", cache_folder=tmp_path) as store:
+        monkeypatch.setattr(object_storage, "_put", put)
+        with ThreadPoolExecutor(3) as pool:
+            first = pool.submit(store.append, one(1))
+            while not calls:
+                threading.Event().wait(0.01)
+            others = [pool.submit(store.append, one(user)) for user in (2, 3)]
+            while len(store._writer._group._waiting) < 2:  # type: ignore[union-attr]
+                threading.Event().wait(0.01)
+            go.set()
+            versions = {first.result(20), *(each.result(20) for each in others)}
+        assert len(versions) == 3
+        assert store.read(store.point([1, 2, 3, 9], 10), Projection(("i",))).lengths.tolist() == [1, 1, 1, 1]
