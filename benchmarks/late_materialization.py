@@ -5,15 +5,16 @@
 Users are power-law, requests are drawn by event, so active users have more of both. Fat rows: one Parquet (zstd) row a
 request with the last ``--longest`` events of all columns, made from the same pointers. Everything takes turns within
 one run; the tables show medians and ratios. Loader: ``RequestLoader`` in windows with a worker, against any order
-without one, and each step between the two. Tenants: what a short, a middle and a long model write, read and wait for,
-relative to fat rows = 1.00; a lookup's bytes are those of the columns it reads, at the store's bytes on disk per byte
-in memory.
+without one, and each step between the two; alone, and beside steps that a trainer takes meanwhile. Tenants: what a
+short, a middle and a long model write, read and wait for, relative to fat rows = 1.00; a lookup's bytes are those of
+the columns it reads, at the store's bytes on disk per byte in memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ ITEM, WATCH, ACTION = Feature("item_id"), Feature("watch_time", "numeric"), Feat
 LONG = (ITEM, WATCH, ACTION, Feature("surface"), Feature("author_id"), Feature("price", "numeric"))
 CANDIDATES = 4
 DAY = 86_400_000_000
+STEP = 0.002  # seconds, of a trainer beside the loader
 
 
 def generate(users: int, mean: int, seed: int = 0) -> pa.Table:
@@ -140,14 +142,22 @@ def fat_batches(path: Path, features: FeatureSpec, batch: int) -> Iterator[Jagge
         yield history_tensors(cut, features)
 
 
-def drain(batches: Any) -> None:
+def drain(batches: Any, step: Callable[[], Any] = lambda: None) -> None:
     for _ in batches:
-        pass
+        step()
+
+
+def work_of(seconds: float) -> Callable[[], Any]:
+    """Work of about so long on one core which, like a model's, leaves the interpreter's lock to others."""
+    data = bytes(8 << 20)
+    rate = len(data) / medians({"": lambda: zlib.crc32(data)}, 0.2)[""]
+    return lambda: zlib.crc32(memoryview(data)[: min(len(data), int(rate * seconds))])
 
 
 def loader_speed(store: HistoryStore, rows: RequestRows, features: FeatureSpec, batch: int, seconds: float,
                  ) -> dict[str, Any]:
-    """Batches a second of one epoch, each way of loading in turn, and what it read."""
+    """Batches a second of one epoch, each way of loading in turn, alone and beside a step of ``STEP`` seconds; and what
+    it read."""
     ways: dict[str, dict[str, Any]] = {
         "full, no worker": {"shuffle": "full", "workers": 0}, "full, 1 worker": {"shuffle": "full", "workers": 1},
         "window, no worker": {"shuffle": "window", "workers": 0},
@@ -159,16 +169,20 @@ def loader_speed(store: HistoryStore, rows: RequestRows, features: FeatureSpec, 
     for loader in loaders.values():
         len(loader)
 
-    def epoch(loader: RequestLoader) -> Callable[[], None]:
-        return lambda: (loader.set_epoch(0), drain(loader))[1]
+    def epoch(loader: RequestLoader, step: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: (loader.set_epoch(0), drain(loader, step))[1]
 
-    times = medians({name: epoch(loader) for name, loader in loaders.items()}, seconds)
+    times = medians({name: epoch(loader, lambda: None) for name, loader in loaders.items()}, seconds)
+    work = work_of(STEP)
+    beside = medians({name: epoch(loader, work) for name, loader in loaders.items()}, seconds)
     out = {}
     for name, loader in loaders.items():
         counters = loader.counters
         out[name] = {
             "batches_per_second": round(len(loader) / times[name], 1),
             "speed": round(times["full, no worker"] / times[name], 2),
+            "batches_per_second_beside_step": round(len(loader) / beside[name], 1),
+            "speed_beside_step": round(beside["full, no worker"] / beside[name], 2),
             "lookups_per_pointer": round(counters.lookups / counters.pointers, 3),
             "bytes_read_per_byte_delivered": round(counters.bytes_read / counters.bytes_delivered, 3)}
     return out
@@ -240,9 +254,10 @@ def show(result: dict[str, Any]) -> None:
     print(f"{result['events']:,} events of {result['users']:,} users, {result['requests']:,} requests, mean history "
           f"{result['mean_length']}, batches of {result['batch']}")
     print(f"\nloader, last {result['last']}, 3 columns".ljust(39)
-          + "batches/s   speed   lookups/pointer   bytes read/delivered")
+          + f"batches/s   speed   beside a step of {STEP * 1e3:.0f} ms   lookups/pointer   bytes read/delivered")
     for name, row in result["loader"].items():
-        print(f"  {name:<36}{row['batches_per_second']:>10}{row['speed']:>8}{row['lookups_per_pointer']:>18}"
+        print(f"  {name:<36}{row['batches_per_second']:>10}{row['speed']:>8}"
+              f"{row['batches_per_second_beside_step']:>16}{row['speed_beside_step']:>8}{row['lookups_per_pointer']:>16}"
               f"{row['bytes_read_per_byte_delivered']:>23}")
     print("\npointer bytes of a training row, by history length")
     for length, row in result["pointer_bytes"].items():
