@@ -85,7 +85,7 @@ def places_of(generation: Generation, tail: Tail, users: np.ndarray) -> Iterator
 
 
 def _in_shards(generation: Generation, users: np.ndarray) -> Iterator[Place]:
-    from semel.history.compaction import shards_of
+    from semel.history.sharding import shards_of  # late: it compiles
 
     keys = [user.encode() for user in users] if users.dtype == object else np.ascontiguousarray(users)
     return (_in_shard(generation.shards[index], users) for index in np.unique(shards_of(keys, len(generation.shards)))

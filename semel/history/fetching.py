@@ -22,6 +22,7 @@ from semel.history.kernels import kernel
 from semel.history.lookup import TIME_STEP
 from semel.history.objects import CONNECTIONS
 from semel.history.schema import EventSchema, Projection
+from semel.history.sharding import packed, shards_of
 
 _NO_LIMIT = 1 << 62
 
@@ -57,8 +58,6 @@ class _Users:
     all of the user's are before it."""
 
     def __init__(self, generation: Generation, pointers: Pointers) -> None:
-        from semel.history.compaction import packed, shards_of
-
         assert isinstance(generation.files, ReadFiles)
         self._files = generation.files
         strings = generation.schema.string_keys

@@ -39,10 +39,9 @@ from semel.history.leases import Lease
 from semel.history.log import decode_object, encode_object
 from semel.history.manifest import NAME, Manifest, parse_manifest
 from semel.history.objects import Changed, Objects, Tag, Unanswered, gathered
-from semel.history.ranges import PlaceOf, versions_in
+from semel.history.ranges import PlaceOf, Take, versions_in
 from semel.history.records import span
 from semel.history.schema import EventSchema
-from semel.history.storage import Take
 
 ONE_BY_ONE = 3
 """Log objects that are looked for by name before all later ones are listed."""

@@ -36,6 +36,9 @@ class Range(Protocol):
 PlaceOf = Callable[[int, int, int], Range]
 """Makes the range of a record that was just read or written, of its rows, first and last version."""
 
+Take = Callable[[dict[str, Any], pa.RecordBatch, Any, PlaceOf], None]
+"""What is done with a record: its JSON, its batch, where it was read, what makes its range."""
+
 
 @dataclass(frozen=True)
 class LogRange:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from semel.history.compaction import Change, compact_shard, shards_of
+from semel.history.compaction import Change, compact_shard
 from semel.history.errors import StoreError
 from semel.history.files import sync_files
 from semel.history.following import View
@@ -21,6 +21,7 @@ from semel.history.log import single_batch
 from semel.history.partition import Chunk, ShardRows, check_fits
 from semel.history.ranges import LogRange
 from semel.history.schema import EventSchema
+from semel.history.sharding import shards_of
 from semel.history.tail import Arena
 
 TABLE_ROWS = 1 << 16  # of the tables that go into the shuffle

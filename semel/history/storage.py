@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,14 +32,10 @@ from semel.history.manifest import (
     read_manifest,
     segment_path,
 )
-from semel.history.ranges import LogRange, PlaceOf
+from semel.history.ranges import LogRange, PlaceOf, Take
 from semel.history.schema import EventSchema
 
 CACHE_BYTES = 8 << 30
-
-
-Take = Callable[[dict[str, Any], pa.RecordBatch, Any, PlaceOf], None]
-"""What is done with a record: its JSON, its batch, where it was read, what makes its range."""
 
 
 class Owner(Protocol):

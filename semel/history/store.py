@@ -323,7 +323,7 @@ class HistoryStore:
 
     def shards_of(self, user_ids: Any) -> np.ndarray:
         """[P] int64: the shard in which each user's events lie, or would."""
-        from semel.history.compaction import shards_of
+        from semel.history.sharding import shards_of
 
         ids = self._ids(user_ids)
         keys = [text.encode() for text in ids] if self.schema.string_keys else np.ascontiguousarray(ids)

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from semel.history import EventSchema, HistoryStore, Projection, StoreError
-from semel.history.compaction import merge_bucket, packed, shards_of
+from semel.history.compaction import merge_bucket
 from semel.history.distinct import Distinct
 from semel.history.engines import memory_bytes
 from semel.history.partition import Spill
 from semel.history.reference import ReferenceStore
+from semel.history.sharding import packed, shards_of
 
 COLUMNS = {"item_id": pa.int64(), "text": pa.string(), "flag": pa.bool_(), "vector": pa.list_(pa.float32(), 3)}
 ALL = Projection(("event_time", "version", *COLUMNS))

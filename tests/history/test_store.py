@@ -490,7 +490,7 @@ def test_array_files_of_several_blocks(tmp_path: Path) -> None:
 
 def test_the_documented_bytes() -> None:
     """``docs/formats/history.md`` in plain Python agrees with the compiled hash."""
-    from semel.history.compaction import shards_of
+    from semel.history.sharding import shards_of
 
     def mix(x: int) -> int:
         x = (x + 0x9E3779B97F4A7C15) % 2**64
