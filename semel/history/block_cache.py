@@ -76,9 +76,6 @@ class CachedFiles:
     def open(self, file: str, entry: dict[str, int]) -> CachedFile:
         return self._cache.open(self._objects, f"{self._folder}/{file}", entry)
 
-    def check(self, file: str, entry: dict[str, int]) -> None:
-        raise NotImplementedError("a generation on object storage is checked as a local copy")
-
 
 class NotHere(Exception):
     """What was asked for must be fetched, and ``offline`` forbids that."""
@@ -112,9 +109,6 @@ class ReadFiles:
             column = columns[-1] if all(each is not None for each in columns) else None
         self._held[file] = cached, asked
         return column
-
-    def check(self, file: str, entry: dict[str, int]) -> None:
-        self._files.check(file, entry)
 
 
 class BlockCache:

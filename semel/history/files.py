@@ -83,17 +83,10 @@ def _row_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
     return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
 
-def map_array(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
-    """The read-only array [rows, *shape] in the file, every block checked against its CRC (about 1 GB/s, once a file
-    and handle). Raises CorruptFile naming the file and block, GenerationGone when the file is not there."""
-    array = map_column(path, entry, dtype, shape)
-    if isinstance(array, tuple):
-        raise CorruptFile(f"{path} is packed, which is for columns only")
-    return array
-
-
 def map_column(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray | Packed:
-    """``map_array`` for a file that may be packed: then the column as kernels take it."""
+    """The read-only array [rows, *shape] in the file, or the column as kernels take it where it is packed; every block
+    checked against its CRC (about 1 GB/s, once a file and handle). Raises CorruptFile naming the file and block,
+    GenerationGone when the file is not there."""
     dtype = np.dtype(dtype)
     mapped, head = checked(path, entry)
     check_rows(head, dtype, shape, path)

@@ -162,13 +162,11 @@ def select(index, low, high, plain, times, versions, version, before, gone, grou
     """What ``cut`` does where a version or group must be tested or the tail has rows: references in
     refs[begin[p]:begin[p] + count[p]], ascending, the newest ``most`` that are not gone (``before`` [P] or empty,
     ``gone`` sorted rows; pointers with some are not plain). Where room[p] == room[p + 1] begin and count
-    stay a range of the generation. Returns whether all of ``index`` do."""
-    all_plain = True
+    stay a range of the generation."""
     for j in range(len(index)):
         p = index[j]
         if room[p] == room[p + 1]:
             continue
-        all_plain = False
         a, at = low[p], high[p]
         tail_a, tail_at = tail_begin[p], tail_end[p]
         out = room[p + 1]
@@ -194,7 +192,6 @@ def select(index, low, high, plain, times, versions, version, before, gone, grou
                 break
         begin[p] = out
         count[p] = taken
-    return all_plain
 
 
 @kernel

@@ -61,9 +61,6 @@ class Files(Protocol):
                ) -> np.ndarray | Packed:
         """The column in a file, at least the ``rows`` of it (None: all). Raises CorruptFile, GenerationGone."""
 
-    def check(self, file: str, entry: dict[str, int]) -> None:
-        """Read every byte. Raises CorruptFile, GenerationGone."""
-
 
 class LocalFiles:
     """The files of a folder, mapped whole."""
@@ -86,9 +83,6 @@ class LocalFiles:
                ) -> np.ndarray | Packed:
         with self._lock:  # so that two threads do not check the same file twice
             return map_column(self._folder / file, entry, dtype, shape)
-
-    def check(self, file: str, entry: dict[str, int]) -> None:
-        checked(self._folder / file, entry)
 
 
 class Shard:
@@ -310,10 +304,10 @@ class Generation:
         return sum(entry["bytes"] for entry in self.info["files"].values())
 
     def verify(self) -> tuple[int, int]:
-        """Check every block of every file, and that the shards' parts fit together; (files, bytes). Raises
-        CorruptFile."""
+        """Check every block of every file, which must lie in a local folder, and that the shards' parts fit together;
+        (files, bytes). Raises CorruptFile."""
         for file, entry in self.info["files"].items():
-            self.files.check(file, entry)
+            checked(Path(self.folder or "") / file, entry)
         for shard in self.shards:
             if not shard.rows:
                 continue

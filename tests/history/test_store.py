@@ -461,31 +461,31 @@ def test_formats_of_another_time_are_refused(store: HistoryStore, tmp_path: Path
 def test_array_files_of_another_codec_are_refused(tmp_path: Path) -> None:
     import zlib
 
-    from semel.history.files import map_array, write_array
+    from semel.history.files import map_column, write_array
 
     entry = write_array(tmp_path / "a", np.arange(10))
-    assert map_array(tmp_path / "a", entry, np.int64).tolist() == list(range(10))
+    assert map_column(tmp_path / "a", entry, np.int64).tolist() == list(range(10))
     content = bytearray((tmp_path / "a").read_bytes())
     content[12] = 3
     seal = zlib.crc32(content[:60])
     content[60:64] = seal.to_bytes(4, "little")
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(StoreError, match="codec 3; this Semel reads format 1, codecs 0 and 1"):
-        map_array(tmp_path / "a", {**entry, "seal": seal}, np.int64)
+        map_column(tmp_path / "a", {**entry, "seal": seal}, np.int64)
 
 
 def test_array_files_of_several_blocks(tmp_path: Path) -> None:
     from semel.history import CorruptFile
-    from semel.history.files import BLOCK_BYTES, map_array, write_array
+    from semel.history.files import BLOCK_BYTES, map_column, write_array
 
     array = np.random.default_rng(0).integers(0, 9, (700_000, 3), np.int8)
     entry = write_array(tmp_path / "a", array)
-    assert (map_array(tmp_path / "a", entry, np.int8, (3,)) == array).all()
+    assert (map_column(tmp_path / "a", entry, np.int8, (3,)) == array).all()
     content = bytearray((tmp_path / "a").read_bytes())
     content[64 + BLOCK_BYTES + 5] ^= 1
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(CorruptFile, match="a: block 1 "):
-        map_array(tmp_path / "a", entry, np.int8, (3,))
+        map_column(tmp_path / "a", entry, np.int8, (3,))
 
 
 def test_the_documented_bytes() -> None:
