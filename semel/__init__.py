@@ -18,6 +18,7 @@ _HOME = {
     "EventSchema": "semel.history",
     "HistoryStore": "semel.history",
     "Projection": "semel.history",
+    "share": "semel.sharing",
     "Trainer": "semel.training",
     "Predictor": "semel.serving",
     "Client": "semel.serving",
@@ -25,13 +26,14 @@ _HOME = {
 
 __all__ = [
     "Client", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "Pointers", "Predictor", "Projection",
-    "RequestBatch", "RequestRows", "Trainer", "__version__",
+    "RequestBatch", "RequestRows", "Trainer", "__version__", "share",
 ]
 
 if TYPE_CHECKING:
     from semel.batch import Jagged, JaggedTable, Pointers, RequestBatch, RequestRows
     from semel.history import EventSchema, HistoryStore, Projection
     from semel.serving import Client, Predictor
+    from semel.sharing import share
     from semel.training import Trainer
 
 

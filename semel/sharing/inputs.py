@@ -1,0 +1,203 @@
+"""Which inputs belong to the request, and how a call's inputs are named.
+
+An input is named by the parameter of ``forward`` it comes in through, and inside dicts, lists and tuples by a path:
+``features.user_id``, ``fields.0``. ``request_inputs`` names inputs (a name stands for all below it), or maps names to
+columns of one wide tensor ``[B, columns, ...]``: a slice or a list of numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from semel.sharing.emission import Stage
+from semel.sharing.errors import SharingError
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor of ``forward``. ``columns``: the request's columns [n] where it has some of each side, else None."""
+
+    name: str
+    stage: Stage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    columns: np.ndarray | None = None
+
+    @property
+    def others(self) -> np.ndarray:
+        """The candidate's columns."""
+        assert self.columns is not None
+        return np.setdiff1d(np.arange(self.shape[1]), self.columns)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """``inputs`` in the order of the exported graph; ``spec``: the tree of (args, kwargs); ``fixed``: leaves that are no
+    tensors, by their place."""
+
+    inputs: tuple[Input, ...]
+    spec: Any
+    fixed: Mapping[int, Any]
+
+    def names(self, stage: Stage) -> list[str]:
+        """The inputs that a request (or a candidate) brings."""
+        return [i.name for i in self.inputs if i.columns is not None or i.stage == stage]
+
+    def call(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of ``forward`` from its tensors in order."""
+        rest = iter(tensors)
+        leaves = [self.fixed[i] if i in self.fixed else next(rest) for i in range(self.spec.num_leaves)]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def collect(self, values: Mapping[str, Any], stage: Stage) -> tuple[dict[str, Tensor], int]:
+        """The tensors of one side by name, and how many rows they have. SharingError for wrong names, kinds or rows."""
+        flat = flattened(values)
+        wanted = self.names(stage)
+        if list(flat) != wanted and set(flat) != set(wanted):
+            side = stage
+            missing = [n for n in wanted if n not in flat]
+            extra = [n for n in flat if n not in wanted]
+            words = [*([f"lack {', '.join(missing)}"] if missing else []),
+                     *([f"have {', '.join(extra)}, which the {side} side does not take"] if extra else [])]
+            raise SharingError(f"the {side} inputs {' and '.join(words)}; they are {', '.join(wanted) or 'none'}")
+        count = -1
+        for item in self.inputs:
+            if item.name not in flat or (item.columns is None and item.stage != stage):
+                continue
+            tensor = flat[item.name]
+            if not isinstance(tensor, Tensor):
+                raise SharingError(f"{stage} input {item.name!r} must be a tensor, got {type(tensor).__name__}")
+            shape = list(item.shape)
+            if item.columns is not None:
+                shape[1] = len(item.columns) if stage == Stage.REQUEST else shape[1] - len(item.columns)
+            if tensor.dim() != len(shape) or list(tensor.shape[1:]) != shape[1:]:
+                want = ", ".join(["rows", *map(str, shape[1:])])
+                raise SharingError(f"{stage} input {item.name!r} has shape {list(tensor.shape)}, it must be [{want}]")
+            if count >= 0 and len(tensor) != count:
+                raise SharingError(f"{stage} input {item.name!r} has {len(tensor)} rows, the inputs before it {count}")
+            count = len(tensor)
+        return flat, max(count, 0)
+
+
+def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts and lists as one dict by path."""
+    if not isinstance(values, Mapping):
+        raise SharingError(f"inputs come as a dict by name, got {type(values).__name__}")
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            out.update({f"{name}.{key}": item for key, item in flattened(value).items()})
+        elif isinstance(value, (list, tuple)):
+            inside = flattened({str(i): item for i, item in enumerate(value)})
+            out.update({f"{name}.{key}": item for key, item in inside.items()})
+        else:
+            out[name] = value
+    return out
+
+
+def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                 request_inputs: Iterable[str] | Mapping[str, Any]) -> Signature:
+    """Names and sides of a model's inputs. SharingError where ``request_inputs`` does not fit them."""
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise SharingError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
+    names = _parameter_names(model, bound, args)
+    leaves, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    wanted = _wanted(request_inputs)
+    inputs, fixed, matched = [], {}, set()
+    for place, (path, leaf) in enumerate(leaves):
+        name = _path_name(path, names)
+        if not isinstance(leaf, Tensor):
+            fixed[place] = leaf
+            continue
+        if leaf.dim() == 0:
+            raise SharingError(f"input {name!r} is a scalar tensor; every input needs the batch as its first axis")
+        rule = next((key for key in wanted if name == key or name.startswith(key + ".")), None)
+        columns = None
+        stage = Stage.CANDIDATE
+        if rule is not None:
+            matched.add(rule)
+            stage = Stage.REQUEST
+            if wanted[rule] is not None:
+                columns = _columns(name, wanted[rule], leaf)
+                if len(columns) == leaf.shape[1]:
+                    columns = None
+                elif not len(columns):
+                    columns, stage = None, Stage.CANDIDATE
+                else:
+                    stage = Stage.CANDIDATE
+        inputs.append(Input(name, stage, leaf.dtype, tuple(leaf.shape), columns))
+    unknown = [key for key in wanted if key not in matched]
+    known = ", ".join(item.name for item in inputs)
+    if unknown:
+        raise SharingError(f"request_inputs name {', '.join(map(repr, unknown))}; the model's inputs are {known}")
+    if not any(item.stage == Stage.REQUEST or item.columns is not None for item in inputs):
+        raise SharingError(f"no input belongs to the request, so there is nothing to share; the inputs are {known}")
+    if all(item.stage == Stage.REQUEST for item in inputs):
+        raise SharingError(f"no input belongs to the candidate: all of {known} are request inputs")
+    sizes = {item.shape[0] for item in inputs}
+    if len(sizes) > 1:
+        rows = ", ".join(f"{item.name} {item.shape[0]}" for item in inputs)
+        raise SharingError(f"example inputs have different batch sizes ({rows}); give every input one row a candidate")
+    return Signature(tuple(inputs), spec, fixed)
+
+
+def _wanted(request_inputs: Any) -> dict[str, Any]:
+    if isinstance(request_inputs, str):
+        return {request_inputs: None}
+    if isinstance(request_inputs, Mapping):
+        return {_joined(name): columns for name, columns in request_inputs.items()}
+    return {_joined(name): None for name in request_inputs}
+
+
+def _joined(name: Any) -> str:
+    return ".".join(map(str, name)) if isinstance(name, tuple) else str(name)
+
+
+def _columns(name: str, columns: Any, leaf: Tensor) -> np.ndarray:
+    if leaf.dim() < 2:
+        raise SharingError(f"input {name!r} has shape {list(leaf.shape)}: it has no columns to choose from")
+    width = leaf.shape[1]
+    if isinstance(columns, slice):
+        return np.arange(width)[columns]
+    array = np.asarray(columns)
+    if array.dtype == bool or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise SharingError(f"the columns of {name!r} must be a slice or a list of numbers, got {columns!r}")
+    if array.size and (array.min() < -width or array.max() >= width):
+        raise SharingError(f"the columns of {name!r} run from {array.min()} to {array.max()}; it has {width}")
+    return np.unique(array.astype(np.int64) % width)
+
+
+def _parameter_names(model: nn.Module, bound: inspect.BoundArguments, args: tuple[Any, ...]) -> list[str]:
+    """The name of each positional argument."""
+    names: list[str] = []
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}.{i}" for i in range(len(bound.arguments.get(name, ())))]
+        elif parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            names.append(name)
+    return names[: len(args)]
+
+
+def _path_name(path: Sequence[Any], names: Sequence[str]) -> str:
+    top, *rest = [_key(part) for part in path]
+    if top == "0":
+        head, *rest = rest
+        return ".".join([names[int(head)], *rest])
+    return ".".join(rest)
+
+
+def _key(part: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    return str(part)

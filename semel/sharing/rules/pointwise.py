@@ -1,0 +1,198 @@
+"""Operators that look at one element of each argument: sums and products stay open, the rest is computed block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from semel.sharing.axes import BATCH
+from semel.sharing.emission import Stage, aten
+from semel.sharing.errors import Unproved
+from semel.sharing.expression import Expression, Factor, aligned, full
+from semel.sharing.interpret import Rewriter, rule
+from semel.sharing.values import Value, add, broadcast, inner, joint, mapped, multiply
+
+
+def elementwise(w: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> Value:
+    """``node``'s operator on every combination of its arguments' blocks."""
+    import torch.utils._pytree as pytree
+
+    leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, (Value, fx.Node)))
+    if any(isinstance(item, fx.Node) for item in leaves):
+        raise Unproved("it depends on a size")
+    values = [item for item in leaves if isinstance(item, Value)]
+    if not values:
+        raise Unproved("no tensor")
+    aligned_values, groups = broadcast(w.emit, values)
+    every = [axis for group in groups for axis in group]
+    dtype = w.dtype(node)
+    parts = {}
+    for key, found in joint(aligned_values):
+        factors = [part.leaf(w.emit) for part in found]
+        stage = max(factor.stage for factor in factors)
+        have = {axis for factor in factors for axis in factor.axes}
+        axes = tuple(axis for axis in inner(every, key) if axis in have)
+        nodes = iter([aligned(w.emit, factor, axes, stage) for factor in factors])
+        call = pytree.tree_unflatten([next(nodes) if isinstance(item, Value) else item for item in leaves], spec)
+        flops = 1
+        for axis in axes:
+            flops *= axis.size
+        made = w.emit.call(node.target, *call[0], flops=flops, **call[1])
+        parts[key] = Expression.of(Factor(made, axes), dtype, inner(every, key))
+    return Value(groups, parts, dtype)
+
+
+def _open(w: Rewriter, node: fx.Node, *values: Any) -> bool:
+    """Whether a sum or product may stay open: floating point throughout."""
+    return w.dtype(node).is_floating_point and all(
+        not isinstance(v, Value) or v.dtype == w.dtype(node) or (v.dtype.is_floating_point and not v.groups) for v in values)
+
+
+@rule(aten.add.Tensor, aten.add.Scalar)
+def add_(w: Rewriter, node: fx.Node, a: Any, b: Any, *, alpha: float = 1) -> Value:
+    if not (isinstance(a, Value) and isinstance(b, Value) and _open(w, node, a, b)):
+        return elementwise(w, node, (a, b), {} if alpha == 1 else {"alpha": alpha})
+    if alpha != 1:
+        b = mapped(b, lambda part: part.scaled(w.emit, float(alpha)))
+    return add(w.emit, a, b, w.dtype(node))
+
+
+@rule(aten.sub.Tensor, aten.sub.Scalar)
+def sub(w: Rewriter, node: fx.Node, a: Any, b: Any, *, alpha: float = 1) -> Value:
+    if not (isinstance(a, Value) and isinstance(b, Value) and _open(w, node, a, b)):
+        return elementwise(w, node, (a, b), {} if alpha == 1 else {"alpha": alpha})
+    return add(w.emit, a, mapped(b, lambda part: part.scaled(w.emit, -float(alpha))), w.dtype(node))
+
+
+@rule(aten.rsub.Scalar)
+def rsub(w: Rewriter, node: fx.Node, a: Value, b: float, alpha: float = 1) -> Value:
+    return elementwise(w, node, (a, b, alpha), {})
+
+
+@rule(aten.neg.default)
+def neg(w: Rewriter, node: fx.Node, a: Value) -> Value:
+    return mapped(a, lambda part: part.scaled(w.emit, -1.0)) if _open(w, node, a) else elementwise(w, node, (a,), {})
+
+
+@rule(aten.mul.Tensor, aten.mul.Scalar)
+def mul(w: Rewriter, node: fx.Node, a: Any, b: Any) -> Value:
+    if not _open(w, node, a, b):
+        return elementwise(w, node, (a, b), {})
+    if isinstance(a, Value) and isinstance(b, Value):
+        return multiply(w.emit, cast(w, a, w.dtype(node)), cast(w, b, w.dtype(node)), w.dtype(node))
+    value, number = (a, b) if isinstance(a, Value) else (b, a)
+    if not isinstance(number, (int, float)):
+        raise Unproved("it depends on a size")
+    return mapped(value, lambda part: part.scaled(w.emit, float(number)))
+
+
+@rule(aten.div.Tensor, aten.div.Scalar)
+def div(w: Rewriter, node: fx.Node, a: Any, b: Any) -> Value:
+    if not isinstance(a, Value) or not _open(w, node, a, b) or isinstance(b, fx.Node):
+        return elementwise(w, node, (a, b), {})
+    if not isinstance(b, Value):
+        return mapped(a, lambda part: part.scaled(w.emit, 1.0 / b)) if b else elementwise(w, node, (a, b), {})
+    if not any(part.lazy for part in a.parts.values()) and not (a.stage < Stage.CANDIDATE == b.stage):
+        return elementwise(w, node, (a, b), {})
+    inverse = mapped(cast(w, b, w.dtype(node)), lambda part: _reciprocal(w, part))
+    return multiply(w.emit, a, inverse, w.dtype(node))
+
+
+def _reciprocal(w: Rewriter, part: Expression) -> Expression:
+    factor = part.leaf(w.emit)
+    return Expression.of(Factor(w.emit.call(aten.reciprocal.default, factor.node, flops=1), factor.axes), part.dtype,
+                         part.axes)
+
+
+@rule(aten.__or__.Tensor, aten.__and__.Tensor, aten.__xor__.Tensor)
+def logical(w: Rewriter, node: fx.Node, a: Value, b: Value) -> Value:
+    return elementwise(w, node, (a, b), {})
+
+
+@rule(aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
+def same(w: Rewriter, node: fx.Node, a: Value, *, memory_format: Any = None) -> Value:
+    return a
+
+
+@rule(aten._to_copy.default)
+def to_copy(w: Rewriter, node: fx.Node, a: Value, *, dtype: Any = None, layout: Any = None, device: Any = None,
+            pin_memory: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Value:
+    if dtype is None or dtype == a.dtype:
+        return a
+    return elementwise(w, node, (a,), {"dtype": dtype})
+
+
+def cast(w: Rewriter, a: Value, dtype: Any) -> Value:
+    """``a`` in another dtype."""
+    if a.dtype == dtype:
+        return a
+    return mapped(a, lambda part: _cast(w, part, dtype), dtype)
+
+
+def _cast(w: Rewriter, part: Expression, dtype: Any) -> Expression:
+    factor = part.leaf(w.emit)
+    return Expression.of(Factor(w.emit.call(aten._to_copy.default, factor.node, dtype=dtype), factor.axes), dtype, part.axes)
+
+
+@rule(aten.dropout.default)
+def dropout(w: Rewriter, node: fx.Node, a: Value, p: float, train: bool) -> Value:
+    """A request's values are dropped once for all of its candidates."""
+    if not train or p == 0.0:
+        return a
+    parts = {}
+    every = [axis for axis in a.axes if axis is not BATCH]
+    for key, part in a.parts.items():
+        axes = inner(every, key)
+        factor = full(w.emit, part.leaf(w.emit), axes)
+        parts[key] = Expression.of(Factor(w.emit.call(node.target, factor.node, p, train), factor.axes), a.dtype, axes)
+    return Value(a.groups, parts, a.dtype)
+
+
+@rule(aten.zeros_like.default, aten.ones_like.default)
+def like(w: Rewriter, node: fx.Node, a: Value, **kwargs: Any) -> Value:
+    return filled(w, node, 0 if "zeros" in str(node.target) else 1)
+
+
+@rule(aten.full_like.default)
+def full_like(w: Rewriter, node: fx.Node, a: Value, value: float, **kwargs: Any) -> Value:
+    return filled(w, node, value)
+
+
+@rule(aten.new_zeros.default, aten.zeros.default)
+def zeros(w: Rewriter, node: fx.Node, *args: Any, **kwargs: Any) -> Value:
+    return filled(w, node, 0)
+
+
+@rule(aten.new_ones.default, aten.ones.default)
+def ones(w: Rewriter, node: fx.Node, *args: Any, **kwargs: Any) -> Value:
+    return filled(w, node, 1)
+
+
+@rule(aten.full.default)
+def full_(w: Rewriter, node: fx.Node, size: Any, value: float, **kwargs: Any) -> Value:
+    return filled(w, node, value)
+
+
+@rule(aten.new_full.default)
+def new_full(w: Rewriter, node: fx.Node, a: Value, size: Any, value: float, **kwargs: Any) -> Value:
+    return filled(w, node, value)
+
+
+def filled(w: Rewriter, node: fx.Node, value: float) -> Value:
+    """One number with the node's shape: constant, whatever the batch."""
+    import torch
+
+    from semel.sharing.axes import Axis
+
+    if isinstance(value, fx.Node):
+        raise Unproved("it depends on a size")
+    number = w.emit.constant(torch.tensor(value, dtype=w.dtype(node)))
+    groups = []
+    for size, batched in w.shape(node):
+        axes = [BATCH] if batched else []
+        if size != 1:
+            axes.append(Axis(size))
+        groups.append(tuple(axes))
+    axes = tuple(axis for group in groups for axis in group if axis is not BATCH)
+    return Value(tuple(groups), {frozenset(): Expression.of(Factor(number, ()), w.dtype(node), axes)}, w.dtype(node))
