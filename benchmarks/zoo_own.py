@@ -62,6 +62,26 @@ class DCNv2(nn.Module):
         return self.mlp(x).squeeze(1)
 
 
+class RDCN(nn.Module):
+    """``DCNv2`` whose request rows never see the candidate (``W_l`` block lower triangular), written compactly.
+
+        r_{l+1} = r_0 * (W_rr r_l + b_r) + r_l
+        c_{l+1} = c_0 * (W_cr r_l + W_cc c_l + b_c) + c_l
+    """
+
+    def __init__(self, request: int, candidate: int, towers: tuple[int, ...], layers: int = 3) -> None:
+        super().__init__()
+        self.request = nn.ModuleList(nn.Linear(request, request) for _ in range(layers))
+        self.candidate = nn.ModuleList(nn.Linear(request + candidate, candidate) for _ in range(layers))
+        self.mlp = mlp(request + candidate, towers)
+
+    def forward(self, request: Tensor, candidate: Tensor) -> Tensor:
+        r, c = request, candidate
+        for own, both in zip(self.request, self.candidate, strict=True):
+            r, c = request * own(r) + r, candidate * both(torch.cat([r, c], dim=1)) + c
+        return self.mlp(torch.cat([r, c], dim=1)).squeeze(1)
+
+
 class Transformer(nn.Module):
     """Pre-norm, causal, over ``history`` ``[B, L]`` then ``candidate`` ``[B]``; logits from the last token."""
 
@@ -185,11 +205,11 @@ def own_zoo(size: Size) -> dict[str, Callable[[], ZooModel]]:
 
         return ZooModel("own.DLRM", DLRM(size), draw, {"dense": dense, "ids": sparse})
 
-    def dcn() -> ZooModel:
+    def crossed(name: str, build: Callable[..., nn.Module]) -> ZooModel:
         def draw(batch: int, generator: torch.Generator) -> tuple[Any, ...]:
             return tuple(torch.randn(batch, width, generator=generator) for width in cross)
 
-        return ZooModel("own.DCNv2", DCNv2(*cross, size.towers), draw, ("request",))
+        return ZooModel(name, build(*cross, size.towers), draw, ("request",))
 
     def transformer() -> ZooModel:
         def draw(batch: int, generator: torch.Generator) -> tuple[Any, ...]:
@@ -211,4 +231,6 @@ def own_zoo(size: Size) -> dict[str, Callable[[], ZooModel]]:
 
         return ZooModel("own.Wukong", Wukong(size), draw, ("user",))
 
-    return {"own.DLRM": dlrm, "own.DCNv2": dcn, "own.Transformer": transformer, "own.HSTU": hstu, "own.Wukong": wukong}
+    return {"own.DLRM": dlrm, "own.DCNv2": lambda: crossed("own.DCNv2", DCNv2),
+            "own.RDCN": lambda: crossed("own.RDCN", RDCN), "own.Transformer": transformer, "own.HSTU": hstu,
+            "own.Wukong": wukong}

@@ -47,11 +47,17 @@ def deepctr_request_columns(model: nn.Module, request_features: Iterable[str]) -
         KeyError: a name that the model does not have; the names it has are listed.
         ValueError: no request feature, or no candidate feature left.
     """
-    index: dict[str, tuple[int, int]] = getattr(model, "feature_index", {})
-    if not index:
-        raise TypeError(f"{type(model).__name__} has no feature_index: it is not a model of deepctr-torch")
+    index = deepctr_columns(model)
     names = check_names(request_features, list(index), type(model).__name__)
     return sorted(c for name in names for c in range(*index[name]))
+
+
+def deepctr_columns(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Feature -> ``(first, last + 1)`` of its columns of ``X``."""
+    index: Any = getattr(model, "feature_index", None)
+    if not index:
+        raise TypeError(f"{type(model).__name__} has no feature_index: it is not a model of deepctr-torch")
+    return dict(index)
 
 
 def deepctr_inputs(model: nn.Module, request_features: Iterable[str], batch: int = 4,
@@ -64,7 +70,7 @@ def deepctr_inputs(model: nn.Module, request_features: Iterable[str], batch: int
     (a vocabulary of one value: zeros).
     """
     columns = deepctr_request_columns(model, request_features)
-    width = max(end for _, end in model.feature_index.values())  # type: ignore[operator, union-attr]
+    width = max(end for _, end in deepctr_columns(model).values())
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     value = 1.0 if min(tables, default=2) > 1 else 0.0
     return (torch.full((batch, width), value, dtype=dtype_of(model)),), {"X": columns}
