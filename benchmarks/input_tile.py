@@ -32,10 +32,10 @@ class InputTile(nn.Module):
         self.paths = [path for path, _ in pytree.tree_flatten_with_path(model.example_inputs(1))[0]]
         request_side = self._request_lookups(model)
         self.lookups = len(request_side)
-        first_node = self._tile(request_side) if request_side else None
-        self.tiled = first_node is not None
+        if request_side:
+            self._tile(request_side)
 
-    def _tile(self, nodes: list[fx.Node]) -> fx.Node:
+    def _tile(self, nodes: list[fx.Node]) -> None:
         graph = self.graph.graph
         last = [n for n in graph.nodes if n.op == "placeholder"][-1]
         with graph.inserting_after(last):
@@ -50,7 +50,6 @@ class InputTile(nn.Module):
                 tiled = graph.call_function(torch.index_select, (node, 0, rows))
             node.replace_all_uses_with(tiled, delete_user_cb=lambda user, tiled=tiled: user is not tiled)
         self.graph.recompile()
-        return first
 
     def flat(self, inputs: tuple[Any, ...]) -> list[Tensor]:
         """Tensors in the order of the graph, whatever the order of keys in ``inputs``."""
@@ -73,7 +72,7 @@ class InputTile(nn.Module):
         sizes = offsets[1:] - offsets[:-1]
         present = sizes > 0
         flat = self.flat(inputs)
-        if not self.tiled:
+        if not self.lookups:
             return tuple(flat)
         return *flat, offsets[:-1][present], torch.repeat_interleave(sizes[present])
 

@@ -1,0 +1,373 @@
+"""Request sharing against serving a ranker naively, on models that nobody here wrote.
+
+    python -m benchmarks.sharing [--models own deepctr.DCN-matrix] [--sizes 1 16 128 512 2048 16384] [--compiled]
+                                 [--pairs 15] [--json] [--quick]
+
+One request with N candidates, and one ragged case (five requests, one of them empty, N candidates in all: ``--ragged``
+N). Columns, all in the same runtime, eager or (``--compiled``) ``torch.compile``:
+
+    naive    the unmodified model on request inputs repeated for every candidate; repeating them is not counted
+    tile     the same with the request's embeddings looked up once ("input tile"); "-" where the model has none apart
+    shared   ``shared(request, candidates, offsets)``: the request side is computed in the call
+    cached   ``shared.score(state, candidates, offsets)``: it was computed before
+
+Rounds are interleaved: each runs every column once, in turning order, after two rounds that are thrown away. Ratios
+are naive over column, medians of the rounds' ratios. ``slower`` is the 95 % upper bound of shared over naive, from
+order statistics of the rounds: no assumption on how times are distributed. FLOPs by ``torch.utils.flop_counter``. The
+difference is the largest one from the unmodified model, in float32 over the output's scale and in float64 as it is.
+Two last lines: DCNv2 with 1,600 request and 160 candidate dimensions, exact, and with rows of the request that never
+see the candidate (rDCN, another model), both against the unmodified DCNv2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.input_tile import InputTile
+from benchmarks.zoo import chosen, zoo
+from benchmarks.zoo_model import ZooModel, broadcast, split_inputs
+from semel.sharing import SharingError, share
+
+SIZES = (1, 16, 128, 512, 2048, 16384)
+STATED = 512                # candidates for which the means are printed
+LARGEST_BYTES = 4 << 30     # of one naive call's values; more candidates are scored in several calls
+Timed = dict[str, Callable[[], Any]]
+
+
+def scores_of(out: Any) -> Tensor:
+    """Models with an auxiliary loss return it second."""
+    return out[0] if isinstance(out, (tuple, list)) else out
+
+
+def upper_rank(rounds: int, confidence: float = 0.95) -> int:
+    """1-based rank of the order statistic that bounds the median from above with ``confidence``.
+
+    P(median <= x_(k)) = P(Binomial(rounds, 1/2) <= k - 1); with few rounds (under 5) no rank reaches 0.95: the last.
+    """
+    below = 0.0
+    for k in range(1, rounds + 1):
+        below += math.comb(rounds, k - 1) / 2**rounds
+        if below >= confidence:
+            return k
+    return rounds
+
+
+def interleaved(columns: Timed, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds a call, round by round. Fewer than ``rounds`` only where they would take longer than ``seconds``."""
+    for call in columns.values():       # the first call may compile
+        call()
+    started = time.perf_counter()
+    for call in columns.values():
+        call()
+    one = time.perf_counter() - started
+    repeats = max(1, min(50, int(2e-3 * len(columns) / max(one, 1e-9))))    # a clock tick and a cache are not the model
+    rounds = max(3, min(rounds, int(seconds / max(one * repeats, 1e-9))))
+    times: dict[str, list[float]] = {name: [] for name in columns}
+    order = list(columns)
+    for i in range(rounds + 2):
+        for name in order[i % len(order):] + order[:i % len(order)]:
+            call = columns[name]
+            started = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            times[name].append((time.perf_counter() - started) / repeats)
+    return {name: values[2:] for name, values in times.items()}
+
+
+def flops(call: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def in_pieces(call: Callable[..., Any], inputs: tuple[Any, ...], rows: int, piece: int) -> Callable[[], Any]:
+    """``call`` on ``piece`` rows at a time: how a model whose values would not fit is served."""
+    if rows <= piece:
+        return lambda: call(*inputs)
+    from torch.utils import _pytree as pytree
+
+    leaves, spec = pytree.tree_flatten(inputs)
+    parts = [pytree.tree_unflatten([x[i:i + piece] for x in leaves], spec) for i in range(0, rows, piece)]
+    return lambda: torch.cat([scores_of(call(*part)) for part in parts])
+
+
+def largest_piece(model: ZooModel) -> int:
+    """Candidates of one naive call whose values fit into ``LARGEST_BYTES``, from all outputs of operators at 8 rows."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, Tensor) and tensor.dim() and len(tensor) == 8:
+                    self.largest = max(self.largest, tensor.numel() * tensor.element_size() // 8)
+            return out
+
+    with Sizes() as sizes:
+        model.module(*model.example_inputs(8))
+    return max(256, LARGEST_BYTES // max(1, 4 * sizes.largest))
+
+
+def sizes_of_requests(candidates: int, ragged: bool) -> Tensor:
+    """Offsets: one request, or five of which the fourth has no candidate."""
+    if not ragged:
+        return torch.tensor([0, candidates])
+    parts = torch.tensor([0.0, 0.1, 0.5, 0.7, 0.7, 1.0])
+    return (parts * candidates).round().long()
+
+
+def compiled(call: Callable[..., Any], on: bool) -> Callable[..., Any]:
+    return torch.compile(call, dynamic=True) if on else call
+
+
+def tile_of(model: ZooModel) -> InputTile | None:
+    """None: no lookup belongs to the request alone, or the model does not export."""
+    try:
+        tile = InputTile(model)
+    except Exception:  # whatever export raises: the column is left out
+        return None
+    return tile if tile.lookups else None
+
+
+class Compared:
+    """One model in its four forms. Forms are made once and used at every number of candidates."""
+
+    def __init__(self, model: ZooModel, compile_both: bool) -> None:
+        self.model = model
+        started = time.perf_counter()
+        self.shared = share(model.module, model.example_inputs(4), request_inputs=model.request_inputs,
+                            candidates_hint=STATED)
+        self.share_seconds = time.perf_counter() - started
+        self.tile = tile_of(model)
+        self.piece = largest_piece(model)
+        self.run_naive = compiled(model.module, compile_both)
+        self.run_tile = compiled(self.tile, compile_both) if self.tile else None
+        self.run_shared = compiled(self.shared, compile_both)
+        self.run_score = compiled(self.shared.score, compile_both)
+
+    def case(self, candidates: int, ragged: bool) -> tuple[dict[str, Any], dict[str, Any], Tensor]:
+        offsets = sizes_of_requests(candidates, ragged)
+        request, _ = split_inputs(self.model, self.model.example_inputs(len(offsets) - 1, seed=1))
+        _, candidate = split_inputs(self.model, self.model.example_inputs(candidates, seed=2))
+        return request, candidate, offsets
+
+    def columns(self, candidates: int, ragged: bool) -> Timed:
+        request, candidate, offsets = self.case(candidates, ragged)
+        inputs = broadcast(self.model, request, candidate, offsets)
+        state = self.shared.request(request)
+        columns: Timed = {"naive": in_pieces(self.run_naive, inputs, candidates, self.piece)}
+        if self.tile and self.run_tile and candidates <= self.piece:
+            tile, planned = self.run_tile, self.tile.plan(inputs, offsets)
+            columns["tile"] = lambda: tile(*planned)
+        columns["shared"] = lambda: self.run_shared(request, candidate, offsets)
+        columns["cached"] = lambda: self.run_score(state, candidate, offsets)
+        return columns
+
+    @torch.no_grad()
+    def measure(self, candidates: int, ragged: bool, rounds: int, seconds: float) -> dict[str, Any]:
+        columns = self.columns(candidates, ragged)
+        if candidates == 1 and not self.model.batch_of_one:
+            columns = {name: columns[name] for name in ("shared", "cached")}    # the unmodified model fails there
+        row: dict[str, Any] = {"candidates": candidates, "ragged": ragged}
+        row["ms"], row["flops"], row["speed_up"], row["slower_bound"] = {}, {}, {}, {}
+        if "naive" in columns:
+            expected = scores_of(columns["naive"]())
+            got = scores_of(columns["shared"]())
+            row["relative_difference"] = float((got - expected).abs().max() / expected.abs().max())
+        times = interleaved(columns, rounds, seconds)
+        for name, values in times.items():
+            row["ms"][name] = 1e3 * statistics.median(values)
+            if self.run_naive is self.model.module:     # the counter counts what runs eagerly
+                row["flops"][name] = flops(columns[name])
+            if "naive" in times and name != "naive":
+                ratios = sorted(x / n for x, n in zip(values, times["naive"], strict=True))
+                row["speed_up"][name] = 1 / statistics.median(ratios)
+                row["slower_bound"][name] = ratios[upper_rank(len(ratios)) - 1]
+        row["rounds"] = len(values)
+        row["scores_per_second"] = {name: 1e3 * candidates / ms for name, ms in row["ms"].items()}
+        return row
+
+
+@torch.no_grad()
+def float64_difference(model: ZooModel, candidates: int) -> float | None:
+    """Largest difference in float64, one request and ragged; None where the model hard-codes float32. Keeps float64."""
+    if not model.float64:
+        return None
+    model = model.double()
+    shared = share(model.module, model.example_inputs(4), request_inputs=model.request_inputs,
+                   candidates_hint=candidates)
+    worst = 0.0
+    for ragged in (False, True):
+        offsets = sizes_of_requests(candidates, ragged)
+        request, _ = split_inputs(model, model.example_inputs(len(offsets) - 1, seed=1))
+        _, candidate = split_inputs(model, model.example_inputs(candidates, seed=2))
+        expected = scores_of(model.module(*broadcast(model, request, candidate, offsets)))
+        got = scores_of(shared(request, candidate, offsets))
+        worst = max(worst, float((got - expected).abs().max()))
+    return worst
+
+
+def examine(build: Callable[[], ZooModel], arguments: argparse.Namespace) -> dict[str, Any]:
+    """All sizes of one model, or the reason why it cannot be shared."""
+    model = build()
+    try:
+        both = Compared(model, arguments.compiled)
+    except SharingError as error:
+        return {"refused": " ".join(str(error).split())}
+    lookups = both.tile.lookups if both.tile else 0
+    result: dict[str, Any] = {"share_seconds": both.share_seconds, "lookups_once": lookups, "rows": []}
+    cases = [(n, False) for n in arguments.sizes] + [(n, True) for n in arguments.ragged]
+    for candidates, ragged in cases:
+        row = both.measure(candidates, ragged, arguments.pairs, arguments.seconds)
+        result["rows"].append(row)
+        if not arguments.json:
+            print(line(model.name, row), flush=True)
+    if not arguments.no_float64:
+        result["float64_difference"] = float64_difference(model, 128)
+        if not arguments.json and result["float64_difference"] is not None:
+            print(f"{'':28} float64: largest difference {result['float64_difference']:.1e}", flush=True)
+    return result
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    cells = [f"{name:28}", f"{row['candidates']:6}{' ragged' if row['ragged'] else '       '}"]
+    for column in ("naive", "tile", "shared", "cached"):
+        ms = row["ms"].get(column)
+        cells.append(f"{ms:9.2f}" if ms is not None else f"{'-':>9}")
+    for column in ("tile", "shared", "cached"):
+        ratio = row["speed_up"].get(column)
+        cells.append(f"{ratio:6.2f}x" if ratio is not None else f"{'-':>7}")
+    bound = row["slower_bound"].get("shared")
+    cells.append(f"{100 * (bound - 1):+6.0f} %" if bound is not None else f"{'-':>8}")
+    if row["flops"].get("naive"):
+        cells.append(f"{row['flops']['shared'] / row['flops']['naive']:7.3f}")
+        cells.append(f"{row['flops']['cached'] / row['flops']['naive']:7.3f}")
+    else:
+        cells.append(f"{'-':>7} {'-':>7}")
+    cells.append(f"{row['relative_difference']:8.1e}" if "relative_difference" in row else f"{'-':>8}")
+    return " ".join(cells)
+
+
+HEADER = (f"{'model':28} {'N':>6}        {'naive ms':>9} {'tile':>9} {'shared':>9} {'cached':>9} {'tile':>7} "
+          f"{'shared':>7} {'cached':>7} {'slower':>8} {'FLOPs':>7} {'cached':>7} {'diff':>8}")
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    found = [v for v in values if v > 0]
+    return math.exp(statistics.fmean(map(math.log, found))) if found else None
+
+
+def summary(results: dict[str, dict[str, Any]], stated: int) -> dict[str, Any]:
+    """The measures that the issue names. Models that are refused count in the first only."""
+    taken = {name: r for name, r in results.items() if "rows" in r}
+    at = {name: row for name, r in taken.items() for row in r["rows"]
+          if row["candidates"] == stated and not row["ragged"] and row["speed_up"]}
+    halved = [row for row in at.values() if row["flops"].get("naive")
+              and row["flops"]["shared"] <= row["flops"]["naive"] / 2]
+    bounds = [(row["slower_bound"][column], name, row["candidates"], column) for name, r in taken.items()
+              for row in r["rows"] for column in ("shared", "cached") if column in row["slower_bound"]]
+    return {
+        "models": len(results), "shared": len(taken),
+        "refused": {name: r["refused"] for name, r in results.items() if "refused" in r},
+        "candidates": stated,
+        "tile": geometric_mean(row["speed_up"]["tile"] for row in at.values() if "tile" in row["speed_up"]),
+        "request_included": geometric_mean(row["speed_up"]["shared"] for row in at.values()),
+        "request_cached": geometric_mean(row["speed_up"]["cached"] for row in at.values()),
+        "flops_halved": {"models": len(halved),
+                         "speed_up": geometric_mean(row["speed_up"]["shared"] for row in halved)},
+        "worst_slower_bound": max(bounds, default=None),
+        "float64_difference": max((r["float64_difference"] for r in taken.values()
+                                   if r.get("float64_difference") is not None), default=None),
+        "relative_difference": max((row["relative_difference"] for r in taken.values() for row in r["rows"]
+                                    if "relative_difference" in row), default=None),
+    }
+
+
+@torch.no_grad()
+def cross_network(models: dict[str, Callable[[], ZooModel]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """DCNv2 exact and rDCN at ``STATED`` candidates, both against the unmodified DCNv2, interleaved in one run."""
+    exact = Compared(models["own.DCNv2"](), arguments.compiled)
+    other = Compared(models["own.RDCN"](), arguments.compiled)
+    candidates = STATED if STATED in arguments.sizes else max(arguments.sizes)
+    vanilla = exact.columns(candidates, False)
+    isolated = other.columns(candidates, False)
+    times = interleaved({"naive": vanilla["naive"], "exact": vanilla["shared"], "exact, cached": vanilla["cached"],
+                         "rDCN": isolated["shared"], "rDCN, cached": isolated["cached"]},
+                        arguments.pairs, arguments.seconds)
+    return {"candidates": candidates, "ms": {name: 1e3 * statistics.median(v) for name, v in times.items()},
+            "speed_up": {name: statistics.median(n / x for n, x in zip(times["naive"], v, strict=True))
+                         for name, v in times.items() if name != "naive"}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help="names, or how they begin; see python -m benchmarks.zoo")
+    parser.add_argument("--sizes", nargs="+", type=int, help="candidates of one request")
+    parser.add_argument("--ragged", nargs="*", type=int, default=[512], help="candidates of the ragged case")
+    parser.add_argument("--compiled", action="store_true", help="both sides under torch.compile")
+    parser.add_argument("--pairs", type=int, default=15, help="interleaved rounds")
+    parser.add_argument("--seconds", type=float, default=300, help="for the rounds of one line; fewer rounds if longer")
+    parser.add_argument("--no-float64", action="store_true", help="leave out the check in float64")
+    parser.add_argument("--quick", action="store_true", help="small widths, three rounds: does it run")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.pairs = min(arguments.pairs, 3)
+        arguments.sizes = arguments.sizes or [1, 16]
+        arguments.ragged = [16]
+    arguments.sizes = arguments.sizes or list(SIZES)
+    if min(arguments.sizes + arguments.ragged) < 1 or arguments.pairs < 3:
+        parser.error("sizes must be at least 1 and --pairs at least 3")
+    models = zoo(small=arguments.quick)
+    if not arguments.json:
+        print(HEADER, flush=True)
+    results = {}
+    for name, build in chosen(models, arguments.models).items():
+        results[name] = examine(build, arguments)
+        if not arguments.json and "refused" in results[name]:
+            print(f"{name:28} refused: {results[name]['refused']}", flush=True)
+        torch._dynamo.reset()
+    report = summary(results, STATED if STATED in arguments.sizes else max(arguments.sizes))
+    if arguments.models is None or any(n.startswith("own") for n in arguments.models):
+        report["cross_network"] = cross_network(models, arguments)
+    if arguments.json:
+        print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(),
+                          "runtime": "compiled" if arguments.compiled else "eager",
+                          "models": results, "summary": report}))
+    else:
+        show(report)
+
+
+def show(report: dict[str, Any]) -> None:
+    def times(value: float | None) -> str:
+        return f"{value:.2f}x" if value is not None else "-"
+
+    print(f"\n{report['shared']} of {report['models']} models are shared unchanged")
+    print(f"N = {report['candidates']}, geometric means: tile {times(report['tile'])}, shared "
+          f"{times(report['request_included'])}, cached {times(report['request_cached'])}")
+    halved = report["flops_halved"]
+    print(f"FLOPs at half or less: {halved['models']} models, {times(halved['speed_up'])}")
+    if report["worst_slower_bound"]:
+        bound, name, candidates, column = report["worst_slower_bound"]
+        print(f"worst slow-down, upper bound: {100 * (bound - 1):+.0f} % ({name}, N = {candidates}, {column})")
+    print(f"largest difference: float64 {report['float64_difference']}, float32 over the output's scale "
+          f"{report['relative_difference']}")
+    if "cross_network" in report:
+        row = report["cross_network"]
+        print(f"DCNv2, N = {row['candidates']}: " + ", ".join(f"{n} {times(v)}" for n, v in row["speed_up"].items()))
+
+
+if __name__ == "__main__":
+    main()
