@@ -224,7 +224,7 @@ class _Form:
         program: Program = self.programs[single][stage]
         inputs = [tensors(name.removeprefix("parameter:")) if name.startswith("parameter:") else given[name]
                   for name in program.inputs]
-        return dict(zip(program.outputs, program.module(*inputs), strict=True))
+        return dict(zip(program.outputs, program.module.forward(*inputs), strict=True))
 
     def result(self, outputs: Sequence[Any], tensors: Any) -> Any:
         return pytree.tree_unflatten(list(outputs), self.model.out_spec)
