@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from semel.sharing.axes import Axis, size_of
 from semel.sharing.emission import Emitter, Stage, apply, aten
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 LARGEST_OPERATOR = 1 << 24
 """Elements of a request's operator beyond which it is not built."""
-candidates_hint = 512
 _WORDS = 4.0  # floating-point operations that moving one element costs about as much as
 
 
@@ -95,13 +93,13 @@ def _sum(emit: Emitter, factor: Factor, axes: Sequence[Axis], make: Any) -> Fact
     return make(node, tuple(axis for axis in factor.axes if axis not in axes))
 
 
-def _cost(axes: frozenset[Axis], out: frozenset[Axis], stage: Stage) -> float:
+def _cost(axes: frozenset[Axis], out: frozenset[Axis], stage: Stage, candidates: int) -> float:
     """Of multiplying two factors that have ``axes``, into one with ``out``; one request with its candidates."""
-    times = candidates_hint if stage == Stage.CANDIDATE else 1
+    times = candidates if stage == Stage.CANDIDATE else 1
     return times * (2.0 * size_of(axes) + _WORDS * size_of(out))
 
 
-def order(items: Sequence[tuple[frozenset[Axis], Stage]], keep: frozenset[Axis]) -> tuple[float, Any]:
+def order(items: Sequence[tuple[frozenset[Axis], Stage]], keep: frozenset[Axis], candidates: int) -> tuple[float, Any]:
     """The cheapest way to multiply ``items`` (axes and stage each): its price and a tree of indices."""
     from itertools import combinations
 
@@ -125,7 +123,7 @@ def order(items: Sequence[tuple[frozenset[Axis], Stage]], keep: frozenset[Axis])
                     if stage < Stage.CANDIDATE and size_of(out) > LARGEST_OPERATOR:
                         price = math.inf
                     else:
-                        price = a[0] + b[0] + _cost(axes, out, stage)
+                        price = a[0] + b[0] + _cost(axes, out, stage, candidates)
                     if found is None or price < found[0]:
                         found = (price, (a[1], b[1]), out, stage)
                 part = (part - 1) & mask
@@ -155,62 +153,98 @@ def contract(emit: Emitter, factors: Sequence[Factor], keep: Sequence[Axis], mak
     if len(factors) == 1:
         alone = [axis for axis in factors[0].axes if axis not in wanted]
         return _sum(emit, factors[0], alone, make) if alone else factors[0]
-    _, tree = order([(frozenset(f.axes), f.stage) for f in factors], wanted)
+    _, tree = order([(frozenset(f.axes), f.stage) for f in factors], wanted, emit.candidates)
     return _multiply(emit, factors, tree, wanted, make)
 
 
-def _price(term: Term, keep: frozenset[Axis]) -> float:
-    return order([(frozenset(f.axes), f.stage) for f in term.factors], keep)[0]
-
-
-def _by_state(terms: Sequence[Term]) -> list[list[Term]]:
-    """Terms that end in the same candidate-side tensor, together."""
+def _by_state(terms: Sequence[Term], out: Sequence[Axis]) -> list[list[Term]]:
+    """Terms that end in the same candidate-side tensor, together, its summed axes under the same names."""
     groups: dict[Any, list[Term]] = {}
     for number, term in enumerate(terms):
         late = [f for f in term.factors if f.stage == Stage.CANDIDATE]
-        key: Any = (late[0].node, late[0].axes) if late else number
-        groups.setdefault(key, []).append(term)
+        key: Any = (late[0].node, tuple(a if a in out else None for a in late[0].axes)) if late else number
+        group = groups.setdefault(key, [])
+        if group and late:
+            names = dict(zip(late[0].axes, _state(group[0]).axes, strict=True))
+            term = replace(term, factors=tuple(replace(f, axes=tuple(names.get(a, a) for a in f.axes))
+                                               for f in term.factors))
+        group.append(term)
     return list(groups.values())
 
 
-def _operator(emit: Emitter, terms: Sequence[Term], out: Sequence[Axis], dtype: torch.dtype, make: Any) -> Factor | None:
-    """The sum of terms of one state as one operator on it, where that is cheaper than term by term."""
-    state = next(f for f in terms[0].factors if f.stage == Stage.CANDIDATE)
+def _state(term: Term) -> Factor:
+    return next(f for f in term.factors if f.stage == Stage.CANDIDATE)
+
+
+def _operator(emit: Emitter, terms: Sequence[Term], out: Sequence[Axis], total: Any, make: Any) -> Factor | None:
+    """The sum of terms of one state as one operator on it. ``total``: how to add up what is not the state."""
+    state = _state(terms[0])
+    rests = [([f for f in term.factors if f.stage < Stage.CANDIDATE], term.scale) for term in terms]
+    if any(not rest for rest, _ in rests):
+        return None
     keep = frozenset(out) | frozenset(state.axes)
-    free = frozenset(out)
-    rests = [[f for f in term.factors if f is not state and f.stage < Stage.CANDIDATE] for term in terms]
-    if any(not rest for rest in rests):
+    axes = {frozenset(a for f in rest for a in f.axes) & keep for rest, _ in rests}
+    if len(axes) > 1 or size_of(next(iter(axes))) > LARGEST_OPERATOR:
         return None
-    axes = [frozenset(a for f in rest for a in f.axes) & keep for rest in rests]
-    if len(set(axes)) > 1 or size_of(axes[0]) > LARGEST_OPERATOR:
-        return None
-    together = sum(order([(frozenset(f.axes), f.stage) for f in rest], axes[0])[0] for rest in rests)
-    together += _cost(axes[0] | frozenset(state.axes), free, Stage.CANDIDATE)
-    if together >= sum(_price(term, free) for term in terms) + (len(terms) - 1) * candidates_hint * size_of(out):
-        return None
-    order_of_axes = tuple(a for a in dict.fromkeys((*out, *state.axes)) if a in axes[0])
-    operators = [(contract(emit, rest, order_of_axes, make), term.scale) for rest, term in zip(rests, terms, strict=True)]
-    operator = _add(emit, operators, order_of_axes, make)
-    return pairwise(emit, operator, state, out, make)
+    order_of_axes = tuple(a for a in dict.fromkeys((*out, *state.axes)) if a in next(iter(axes)))
+    return pairwise(emit, total(emit, rests, order_of_axes, make), state, out, make)
 
 
-def contract_sum(emit: Emitter, terms: Sequence[Term], out: tuple[Axis, ...], dtype: torch.dtype, make: Any) -> Factor:
+def _expanded(emit: Emitter, products: Sequence[tuple[Sequence[Factor], float]], keep: Sequence[Axis], make: Any) -> Factor:
+    """Each product for itself, then the sum: from the result's side where that has fewer rows (the adjoint)."""
+    return _add(emit, [(contract(emit, factors, keep, make), scale) for factors, scale in products], keep, make)
+
+
+def _nested(emit: Emitter, products: Sequence[tuple[Sequence[Factor], float]], keep: Sequence[Axis], make: Any) -> Factor:
+    """Horner's way: a factor that several products share multiplies their sum, once."""
+    if len(products) == 1:
+        return _expanded(emit, products, keep, make)
+    uses: dict[Any, int] = {}
+    for factors, _ in products:
+        for factor in factors:
+            if any(axis in keep for axis in factor.axes):  # others stand between two factors, which cannot wait apart
+                key = (factor.node, factor.axes)
+                uses[key] = uses.get(key, 0) + 1
+    key = max(uses, key=lambda k: uses[k]) if uses else None
+    if uses.get(key, 0) < 2:
+        return _expanded(emit, products, keep, make)
+    inside, outside, first = [], [], None
+    for factors, scale in products:
+        at = next((i for i, f in enumerate(factors) if (f.node, f.axes) == key), None)
+        if at is None or len(factors) == 1:
+            outside.append((factors, scale))
+        else:
+            first = factors[at]
+            inside.append(([*factors[:at], *factors[at + 1 :]], scale))
+    if first is None or len(inside) < 2:
+        return _expanded(emit, products, keep, make)
+    have = {a for factors, _ in inside for f in factors for a in f.axes}
+    within = [a for a in dict.fromkeys((*keep, *first.axes)) if a in have]
+    inner = _nested(emit, inside, within, make)
+    parts = [(contract(emit, [first, inner], keep, make), 1.0)]
+    if outside:
+        parts.append((_nested(emit, outside, keep, make), 1.0))
+    return _add(emit, parts, keep, make)
+
+
+def contract_sum(emit: Emitter, terms: Sequence[Term], out: tuple[Axis, ...], make: Any) -> Factor:
     """The value of a sum of products with the axes of ``out`` (those that any term has), as one factor."""
     parts: list[tuple[Factor, float]] = []
     early = [term for term in terms if term.stage < Stage.CANDIDATE]
     late = [term for term in terms if term.stage == Stage.CANDIDATE]
     if early and late:
-        parts.append((contract_sum(emit, early, out, dtype, make), 1.0))
+        parts.append((contract_sum(emit, early, out, make), 1.0))
     else:
         late = list(terms)
-    for group in _by_state(late):
-        factor = None
-        if len(group) > 1 and group[0].stage == Stage.CANDIDATE:
-            factor = _operator(emit, group, out, dtype, make)
-        if factor is not None:
-            parts.append((factor, 1.0))
-        else:
+    for group in _by_state(late, out):
+        if len(group) == 1 or group[0].stage < Stage.CANDIDATE:
             parts += [(contract(emit, term.factors, out, make), term.scale) for term in group]
+            continue
+        parts.append((emit.cheapest([
+            lambda g=group: _operator(emit, g, out, _nested, make),
+            lambda g=group: _operator(emit, g, out, _expanded, make),
+            lambda g=group: _expanded(emit, [(term.factors, term.scale) for term in g], out, make),
+        ]), 1.0))
     return _add(emit, parts, out, make)
 
 

@@ -42,14 +42,22 @@ def rows(stage: int) -> Any:
     raise NotImplementedError("rows is replaced before a graph runs")
 
 
-class Emitter:
-    """Builds the graph; equal calls are made once. ``origin``: the node of the exported graph that is being rewritten."""
+PRODUCTS = (apply, aten.linear.default, aten.einsum.default)
+WORD = 8
+"""Floating-point operations of a matrix product that take as long as one of a pointwise operator, which has to move data."""
 
-    def __init__(self) -> None:
+
+class Emitter:
+    """Builds the graph; equal calls are made once. ``candidates``: how many a request is expected to have, for
+    the price of a node. ``origin``: the node of the exported graph that is being rewritten."""
+
+    def __init__(self, candidates: int = 512) -> None:
         self.graph = fx.Graph()
+        self.candidates = candidates
         self.origin: fx.Node | None = None
         self.constants: dict[str, torch.Tensor] = {}
         self._known: dict[Any, fx.Node] = {}
+        self._made: list[tuple[fx.Node, Any]] = []
 
     def placeholder(self, name: str, stage: Stage) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -80,7 +88,33 @@ class Emitter:
         tags = getattr(target, "tags", ())
         if torch.Tag.nondeterministic_seeded not in tags:
             self._known[key] = node
+        self._made.append((node, key))
         return node
+
+    def cheapest(self, ways: Sequence[Callable[[], Any]]) -> Any:
+        """The result of the way whose calls cost least; the calls of the others are taken back. A way that gives None is
+        no way."""
+        found = None
+        for way in ways if len(ways) > 1 else ():
+            start = len(self._made)
+            result = way()
+            price = self._price(start)
+            self._undo(start)
+            if result is not None and (found is None or price < found[0]):
+                found = price, way
+        return ways[0]() if len(ways) == 1 else found[1]() if found else None
+
+    def _price(self, start: int) -> float:
+        """Floating-point operations of the calls made since: a candidate's for all of them, a constant's hardly ever."""
+        times = {Stage.CONSTANT: 0.1, Stage.REQUEST: 1.0, Stage.CANDIDATE: float(self.candidates)}
+        return sum(times[node.meta["stage"]] * node.meta["flops"] * (1 if node.target in PRODUCTS else WORD)
+                   for node, _ in self._made[start:])
+
+    def _undo(self, start: int) -> None:
+        while len(self._made) > start:
+            node, key = self._made.pop()
+            self._known.pop(key, None)
+            self.graph.erase_node(node)
 
     def rows(self, stage: Stage) -> fx.Node:
         return self.call(rows, int(stage), stage=stage)

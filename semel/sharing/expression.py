@@ -75,7 +75,7 @@ class Expression:
     def leaf(self, emit: Emitter) -> Factor:
         """The value as one tensor, computed now (once)."""
         if self._leaf is None:
-            factor = contract_sum(emit, self.terms, self.axes, self.dtype, Factor)
+            factor = contract_sum(emit, self.terms, self.axes, Factor)
             self._leaf = factor
             self.terms = (Term((factor,)),)
         return self._leaf

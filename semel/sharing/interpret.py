@@ -221,11 +221,13 @@ def pointwise(rewriter: Rewriter, node: fx.Node, *args: Any, **kwargs: Any) -> V
     return elementwise(rewriter, node, args, kwargs)
 
 
-def interpret(model: ModelGraph, signature: Signature, tensors: Callable[[str], Tensor]) -> tuple[Rewriter, list[Any]]:
-    """The values of the model's outputs (materialized for every candidate). ``tensors``: a parameter by its name."""
+def interpret(model: ModelGraph, signature: Signature, tensors: Callable[[str], Tensor],
+              candidates: int) -> tuple[Rewriter, list[Any]]:
+    """The values of the model's outputs (materialized for every candidate). ``tensors``: a parameter by its name;
+    ``candidates``: how many a request is expected to have."""
     import semel.sharing.rules  # noqa: F401  registers them
 
-    rewriter = Rewriter(model)
+    rewriter = Rewriter(model, Emitter(candidates))
     emit = rewriter.emit
     inputs = iter(signature.inputs)
     for node in model.graph.nodes:

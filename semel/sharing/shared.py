@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from semel.batch import RequestBatch
+from semel.sharing.choice import SIZES, Choice, fastest, nearest, timed
 from semel.sharing.emission import Stage
 from semel.sharing.errors import SharingError
 from semel.sharing.export import ModelGraph, export
@@ -19,17 +20,29 @@ from semel.sharing.interpret import Rewriter, interpret
 from semel.sharing.lowering import OWNER, SLOT, TABLE, Program, lower
 
 
+ORIGINAL, SHARED, EACH = "original", "shared", "each"
+_SEVERAL = 4
+
+
 @dataclass(frozen=True, eq=False)
 class RequestState:
-    """The request side of some requests, computed: tensors by name, their first axis ``requests``."""
+    """The request side of some requests, computed. ``tensors`` by name: those in ``by_request`` have ``requests`` rows, the
+    others depend on parameters only."""
 
     tensors: Mapping[str, Tensor]
+    by_request: Collection[str]
     inputs: Mapping[str, Tensor]
     requests: int
 
+    def only(self, request: int) -> RequestState:
+        """The state of one of the requests, as views."""
+        rows = slice(request, request + 1)
+        tensors = {name: t[rows] if name in self.by_request else t for name, t in self.tensors.items()}
+        return RequestState(tensors, self.by_request, {name: t[rows] for name, t in self.inputs.items()}, 1)
+
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(self.tensors[name].nbytes for name in self.by_request)
 
 
 class _Bank(nn.Module):
@@ -44,8 +57,11 @@ class SharedModel(nn.Module):
     ``candidate_offsets`` [R + 1] says which candidates are whose. ``request`` and ``score`` are its two halves.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: Signature) -> None:
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: Signature,
+                 candidates: int) -> None:
         super().__init__()
+        self.candidates = candidates
+        self.choices: dict[tuple[str, bool], tuple[Choice, ...]] = {}
         self._original = [model]  # in a list, so that its parameters are not there twice
         self.signature = signature
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -74,7 +90,8 @@ class SharedModel(nn.Module):
         if self.training not in self._forms:
             self.original.train(self.training)
             args, kwargs = self._example
-            self._forms[self.training] = _Form(export(self.original, args, kwargs), self.signature, self._tensor)
+            self._forms[self.training] = _Form(export(self.original, args, kwargs), self.signature, self._tensor,
+                                               self.candidates)
         return self._forms[self.training]
 
     def _tensor(self, name: str) -> Tensor:
@@ -93,50 +110,136 @@ class SharedModel(nn.Module):
             return self(batch.request, batch.candidate, batch.candidate_offsets)
         if candidate_inputs is None:
             raise SharingError("candidate_inputs are missing; pass (request_inputs, candidate_inputs, candidate_offsets)")
-        return self.score(self.request(request_inputs), candidate_inputs, candidate_offsets)
+        request, requests = self.signature.collect(request_inputs, Stage.REQUEST)
+        candidate, count = self.signature.collect(candidate_inputs, Stage.CANDIDATE)
+        offsets = check_offsets(candidate_offsets, requests, count)
+        way = self.way(requests, count, "call")
+        if way == ORIGINAL:
+            return self._original_way(request, candidate, offsets)
+        return self._scored(self._request(request, requests), candidate, offsets, way)
 
     def request(self, request_inputs: Mapping[str, Any]) -> RequestState:
         """The request side, to be kept and scored against candidates as often as wanted."""
         inputs, count = self.signature.collect(request_inputs, Stage.REQUEST)
-        form = self._form()
-        given = {f"{Stage.REQUEST}:{name}": tensor for name, tensor in inputs.items()}
-        device = next(iter(inputs.values())).device
-        given[TABLE] = torch.empty(count, 1, dtype=torch.bool, device=device)
-        tensors = form.constants(self._tensor) | {}
-        request = form.run(Stage.REQUEST, count == 1, {**tensors, **given}, self._tensor)
-        return RequestState({**tensors, **request}, inputs, count)
+        return self._request(inputs, count)
 
     def score(self, state: RequestState, candidate_inputs: Mapping[str, Any], candidate_offsets: Any = None) -> Any:
         """[C, ...] of candidates against requests whose state is known. Without offsets: all are of the one request."""
         inputs, count = self.signature.collect(candidate_inputs, Stage.CANDIDATE)
         offsets = check_offsets(candidate_offsets, state.requests, count)
-        device = next(iter(inputs.values())).device
-        given = {f"{Stage.CANDIDATE}:{name}": tensor for name, tensor in inputs.items()}
-        given.update({f"{Stage.REQUEST}:{name}": tensor for name, tensor in state.inputs.items()})
-        given.update(layout(offsets, device))
-        form = self._form()
-        outputs = form.run(Stage.CANDIDATE, state.requests == 1, {**state.tensors, **given}, self._tensor)
-        return form.result(list(outputs.values()), self._tensor)
+        way = self.way(state.requests, count, "score")
+        if way == ORIGINAL:
+            return self._original_way(state.inputs, inputs, offsets)
+        return self._scored(state, inputs, offsets, way)
 
     def broadcast(self, request_inputs: Mapping[str, Any], candidate_inputs: Mapping[str, Any],
                   candidate_offsets: Any = None) -> Any:
         """The unmodified model, its request inputs repeated for every candidate."""
         request, requests = self.signature.collect(request_inputs, Stage.REQUEST)
         candidate, count = self.signature.collect(candidate_inputs, Stage.CANDIDATE)
-        offsets = check_offsets(candidate_offsets, requests, count)
+        return self._original_way(request, candidate, check_offsets(candidate_offsets, requests, count))
+
+    def way(self, requests: int, candidates: int, what: str) -> str:
+        """How a call is computed: ``shared``, ``each`` (request by request) or ``original``. ``what``: call or score."""
+        choices = () if self.training else self.choices.get((what, requests != 1), ())
+        if not choices:
+            return SHARED
+        return nearest(choices, candidates // max(requests, 1)).way
+
+    def choose(self, sizes: Sequence[int]) -> None:
+        """Times the ways on rows of the example inputs, for numbers of candidates a request, and keeps what was fastest."""
+        self.choices = {}
+        found: dict[tuple[str, bool], list[Choice]] = {}
+        for many in (False, True):
+            requests = _SEVERAL if many else 1
+            for size in sorted(set(sizes)):
+                if many and size * requests > 2 * max(sizes):
+                    continue
+                request, candidate = self._drawn(requests, requests * size)
+                offsets = torch.arange(requests + 1) * size
+                with torch.no_grad():
+                    state = self._request(request, requests)
+                ways: dict[str, Any] = {
+                    ORIGINAL: lambda: self._original_way(request, candidate, offsets),  # noqa: B023 run before the next
+                    SHARED: lambda: self._scored(self._request(request, requests), candidate, offsets, SHARED)}  # noqa: B023
+                cached: dict[str, Any] = {
+                    ORIGINAL: ways[ORIGINAL],
+                    SHARED: lambda: self._scored(state, candidate, offsets, SHARED)}  # noqa: B023
+                if many:
+                    ways[EACH] = lambda: self._scored(self._request(request, requests), candidate, offsets, EACH)  # noqa: B023
+                    cached[EACH] = lambda: self._scored(state, candidate, offsets, EACH)  # noqa: B023
+                for what, alternatives in (("call", ways), ("score", cached)):
+                    seconds = timed(alternatives)
+                    found.setdefault((what, many), []).append(Choice(size, fastest(seconds, ORIGINAL), seconds))
+        self.choices = {key: tuple(value) for key, value in found.items()}
+
+    def _drawn(self, requests: int, candidates: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Rows of the example inputs, again and again."""
+        leaves = [leaf for leaf in pytree.tree_leaves(self._example) if isinstance(leaf, Tensor)]
+        request, candidate = {}, {}
+        for item, tensor in zip(self.signature.inputs, leaves, strict=True):
+            def rows(count: int, tensor: Tensor = tensor) -> Tensor:
+                return tensor.index_select(0, torch.arange(count, device=tensor.device) % len(tensor))
+
+            if item.columns is not None:
+                request[item.name] = rows(requests)[:, torch.from_numpy(item.columns)]
+                candidate[item.name] = rows(candidates)[:, torch.from_numpy(item.others)]
+            elif item.stage == Stage.REQUEST:
+                request[item.name] = rows(requests)
+            else:
+                candidate[item.name] = rows(candidates)
+        return request, candidate
+
+    def _request(self, inputs: Mapping[str, Tensor], count: int) -> RequestState:
+        form = self._form()
+        given = {f"{Stage.REQUEST}:{name}": tensor for name, tensor in inputs.items()}
+        device = next(iter(inputs.values())).device
+        given[TABLE] = torch.empty(count, 1, dtype=torch.bool, device=device)
+        constants = form.constants(self._tensor)
+        request = form.run(Stage.REQUEST, count == 1, {**constants, **given}, self._tensor)
+        return RequestState({**constants, **request}, request.keys(), inputs, count)
+
+    def _scored(self, state: RequestState, candidate: Mapping[str, Tensor], offsets: Tensor, way: str) -> Any:
+        if way == EACH:
+            return self._each(state, candidate, offsets)
+        device = next(iter(candidate.values())).device
+        given = {f"{Stage.CANDIDATE}:{name}": tensor for name, tensor in candidate.items()}
+        given.update({f"{Stage.REQUEST}:{name}": tensor for name, tensor in state.inputs.items()})
+        given.update(layout(offsets, device))
+        form = self._form()
+        outputs = form.run(Stage.CANDIDATE, state.requests == 1, {**state.tensors, **given}, self._tensor)
+        return form.result(list(outputs.values()), self._tensor)
+
+    def _each(self, state: RequestState, candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
+        """Request by request: nothing is padded."""
+        bounds = offsets.tolist()
+        outputs = []
+        for r, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if stop > start or len(bounds) == 2:
+                rows = {name: tensor[start:stop] for name, tensor in candidate.items()}
+                outputs.append(self._scored(state.only(r), rows, torch.tensor([0, stop - start]), SHARED))
+        if not outputs:
+            return self._scored(state, candidate, offsets, SHARED)
+        leaves, spec = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+        joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*leaves, strict=True)]
+        return pytree.tree_unflatten(joined, spec[0])
+
+    def _original_way(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
         args, kwargs = self.signature.call(self.repeated(request, candidate, offsets))
         return self.original(*args, **kwargs)
 
     def repeated(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> list[Tensor]:
         """The model's inputs in order, one row a candidate."""
         device = next(iter(candidate.values())).device
-        owner = layout(offsets, device)[OWNER]
+        count = int(offsets[-1])
+        owner = None if len(offsets) == 2 else layout(offsets, device)[OWNER]
         tensors = []
         for item in self.signature.inputs:
             if item.columns is None and item.stage == Stage.CANDIDATE:
                 tensors.append(candidate[item.name])
                 continue
-            mine = request[item.name].index_select(0, owner)
+            mine = request[item.name]
+            mine = mine.expand(count, *mine.shape[1:]) if owner is None else mine.index_select(0, owner)
             if item.columns is not None:
                 theirs = candidate[item.name]
                 order = torch.from_numpy(_inverse(item.columns, item.others)).to(device)
@@ -200,9 +303,9 @@ def layout(offsets: Tensor, device: Any) -> dict[str, Tensor]:
 class _Form:
     """One graph (train or eval) in its stages, for one request and for many."""
 
-    def __init__(self, model: ModelGraph, signature: Signature, tensors: Any) -> None:
+    def __init__(self, model: ModelGraph, signature: Signature, tensors: Any, candidates: int) -> None:
         self.model = model
-        self.rewriter, self.outputs = interpret(model, signature, tensors)
+        self.rewriter, self.outputs = interpret(model, signature, tensors, candidates)
         self.programs = {single: lower(self.rewriter.emit, self.outputs, single) for single in (True, False)}
         self._constants: tuple[Any, dict[str, Tensor]] | None = None
 
@@ -213,7 +316,7 @@ class _Form:
             return {}
         names = [name.removeprefix("parameter:") for name in program.inputs if name.startswith("parameter:")]
         used = [tensors(name) for name in names]
-        version = tuple((id(t), t._version, t.data_ptr()) for t in used)
+        version = (torch.is_inference_mode_enabled(), *((id(t), t._version, t.data_ptr()) for t in used))
         if torch.is_grad_enabled() and any(t.requires_grad for t in used):
             return self.run(Stage.CONSTANT, True, {}, tensors)
         if self._constants is None or self._constants[0] != version:
@@ -246,7 +349,12 @@ def share(model: nn.Module, example_inputs: Any, request_inputs: Iterable[str] |
         args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         kwargs = dict(example_kwargs or {})
     signature = signature_of(model, args, kwargs, request_inputs)
-    return SharedModel(model, args, kwargs, signature)
+    if candidates_hint < 1:
+        raise SharingError(f"candidates_hint must be at least 1, got {candidates_hint}")
+    shared = SharedModel(model, args, kwargs, signature, candidates_hint)
+    if not model.training:
+        shared.choose([*(size for size in SIZES if size < candidates_hint), candidates_hint])
+    return shared
 
 
 __all__ = ["RequestState", "Rewriter", "SharedModel", "share"]
