@@ -28,14 +28,21 @@ class Choice:
 
 
 def timed(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Each way's median seconds over interleaved rounds; a way that is many times slower is not run again."""
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    """Each way's median seconds over interleaved rounds; a way that fails is left out, one that is many times slower is
+    not run again."""
+    seconds: dict[str, list[float]] = {}
     best = float("inf")
     with torch.no_grad():
         for way, run in ways.items():
-            run()
+            try:
+                run()
+            except Exception:  # some models squeeze away a batch of one: that way is none here
+                continue
+            seconds[way] = []
         for _ in range(_ROUNDS):
             for way, run in ways.items():
+                if way not in seconds:
+                    continue
                 if seconds[way] and min(seconds[way]) > 4 * best:
                     continue
                 start = time.perf_counter()
@@ -47,7 +54,7 @@ def timed(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 def fastest(seconds: Mapping[str, float], original: str) -> str:
     way = min(seconds, key=lambda name: seconds[name])
-    return way if seconds[way] * _MARGIN < seconds[original] else original
+    return way if seconds[way] * _MARGIN < seconds.get(original, float("inf")) else original
 
 
 def nearest(choices: Sequence[Choice], candidates: int) -> Choice:

@@ -142,7 +142,7 @@ class SharedModel(nn.Module):
     def way(self, requests: int, candidates: int, what: str) -> str:
         """How a call is computed: ``shared``, ``each`` (request by request) or ``original``. ``what``: call or score."""
         choices = () if self.training else self.choices.get((what, requests != 1), ())
-        if not choices:
+        if not choices or not candidates:
             return SHARED
         return nearest(choices, candidates // max(requests, 1)).way
 
