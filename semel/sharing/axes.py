@@ -1,11 +1,12 @@
 """Axes of the values that a graph computes, and how an axis is cut into blocks.
 
-A tensor of the exported graph has *logical* axes, each a tuple of ``Axis`` objects in row-major order: a view that folds
-heads into the batch makes the group ``(BATCH, heads)``, and undoing it costs nothing. An axis of size one is the empty group.
+A tensor of the exported graph has *logical* axes, each a tuple of ``Axis`` objects in row-major order: a view that
+folds heads into the batch makes the group ``(BATCH, heads)``, and undoing it costs nothing. An axis of size one is the
+empty group.
 
-A *mixed* axis is cut into ``Block``s, each of which is computed on its own: the result of ``cat([user, item], 1)`` has a
-block of request columns and a block of candidate columns, at any positions. A block has axes of its own, whose product
-is its number of positions: the block of pairs (request field, candidate field) of a triangle of dot products keeps both.
+A *mixed* axis is cut into ``Block``s, each of which is computed on its own: the result of ``cat([user, item], 1)`` has
+a block of request columns and a block of candidate columns, at any positions. A block has axes of its own, whose
+product is its number of positions: the pairs (request field, candidate field) of a triangle of dot products keep both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which way of computing to take at which number of candidates: whole alternatives, timed once, the original among them.
+"""Which way of computing to take at which number of candidates: whole ways are timed once, the original among them.
 
 Counting operations mispredicts (a model of many small operators is slower when it has more of them); so each way is run
 on rows of the example inputs, for a few numbers of candidates, and what was fastest is used for numbers near them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from semel.sharing.axes import Axis, size_of
 from semel.sharing.emission import Emitter, Stage, apply, aten
@@ -18,6 +18,7 @@ from semel.sharing.emission import Emitter, Stage, apply, aten
 if TYPE_CHECKING:
     from semel.sharing.expression import Factor, Term
 
+Products: TypeAlias = "Sequence[tuple[Sequence[Factor], float]]"  # each with its number
 LARGEST_OPERATOR = 1 << 24
 """Elements of a request's operator beyond which it is not built."""
 _WORDS = 4.0  # floating-point operations that moving one element costs about as much as
@@ -190,12 +191,12 @@ def _operator(emit: Emitter, terms: Sequence[Term], out: Sequence[Axis], total: 
     return pairwise(emit, total(emit, rests, order_of_axes, make), state, out, make)
 
 
-def _expanded(emit: Emitter, products: Sequence[tuple[Sequence[Factor], float]], keep: Sequence[Axis], make: Any) -> Factor:
+def _expanded(emit: Emitter, products: Products, keep: Sequence[Axis], make: Any) -> Factor:
     """Each product for itself, then the sum: from the result's side where that has fewer rows (the adjoint)."""
     return _add(emit, [(contract(emit, factors, keep, make), scale) for factors, scale in products], keep, make)
 
 
-def _nested(emit: Emitter, products: Sequence[tuple[Sequence[Factor], float]], keep: Sequence[Axis], make: Any) -> Factor:
+def _nested(emit: Emitter, products: Products, keep: Sequence[Axis], make: Any) -> Factor:
     """Horner's way: a factor that several products share multiplies their sum, once."""
     if len(products) == 1:
         return _expanded(emit, products, keep, make)
@@ -265,6 +266,6 @@ def _add(emit: Emitter, parts: Sequence[tuple[Factor, float]], out: Sequence[Axi
     if scale != 1.0:
         total = emit.call(aten.mul.Scalar, total, scale)
     for node, scale in nodes[1:]:
-        arguments = {} if scale == 1.0 else {"alpha": scale}
+        arguments: dict[str, Any] = {} if scale == 1.0 else {"alpha": scale}
         total = emit.call(aten.add.Tensor, total, node, flops=size_of(axes), **arguments)
     return make(total, axes)

@@ -44,7 +44,7 @@ def rows(stage: int) -> Any:
 
 PRODUCTS = (apply, aten.linear.default, aten.einsum.default)
 WORD = 8
-"""Floating-point operations of a matrix product that take as long as one of a pointwise operator, which has to move data."""
+"""Operations of a matrix product that take as long as one of a pointwise operator, which has to move data."""
 
 
 class Emitter:
@@ -92,8 +92,8 @@ class Emitter:
         return node
 
     def cheapest(self, ways: Sequence[Callable[[], Any]]) -> Any:
-        """The result of the way whose calls cost least; the calls of the others are taken back. A way that gives None is
-        no way."""
+        """The result of the way whose calls cost least; the calls of the others are taken back. One that gives None is no
+        way."""
         found = None
         for way in ways if len(ways) > 1 else ():
             start = len(self._made)
@@ -105,7 +105,7 @@ class Emitter:
         return ways[0]() if len(ways) == 1 else found[1]() if found else None
 
     def _price(self, start: int) -> float:
-        """Floating-point operations of the calls made since: a candidate's for all of them, a constant's hardly ever."""
+        """Operations of the calls made since: a candidate's for all of them, a constant's hardly ever."""
         times = {Stage.CONSTANT: 0.1, Stage.REQUEST: 1.0, Stage.CANDIDATE: float(self.candidates)}
         return sum(times[node.meta["stage"]] * node.meta["flops"] * (1 if node.target in PRODUCTS else WORD)
                    for node, _ in self._made[start:])

@@ -18,9 +18,9 @@ from semel.sharing.errors import SharingError
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """``parameters``: graph placeholder -> name in ``state_dict``; ``lifted``: placeholder -> tensor that is part of the
-    code; ``user``: placeholders of the inputs in order; ``outputs``: nodes; ``out_spec``: their tree; ``mutated``: output
-    node -> buffer that the model updates; ``batch``: the symbol of the batch size."""
+    """``parameters``: graph placeholder -> name in ``state_dict``; ``lifted``: placeholder -> tensor that is part of
+    the code; ``user``: placeholders of the inputs in order; ``outputs``: nodes; ``out_spec``: their tree; ``mutated``:
+    output node -> buffer that the model updates; ``batch``: the symbol of the batch size."""
 
     graph: fx.Graph
     parameters: Mapping[str, str]
@@ -87,8 +87,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
                            "let it take any number of rows")
     others = {str(size.node.expr) for size in sizes} - {str(batch.node.expr)}
     if others:
-        raise SharingError(f"{type(model).__name__} does not need all inputs to have the same number of rows; only models "
-                           "that score one row a candidate can be shared")
+        raise SharingError(f"{type(model).__name__} does not need all inputs to have the same number of rows; only "
+                           "models that score one row a candidate can be shared")
     return ModelGraph(program.graph, parameters, lifted, tuple(node.name for node in tensors), tuple(outputs),
                       program.call_spec.out_spec, mutated, batch.node.expr)
 

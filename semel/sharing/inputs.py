@@ -40,8 +40,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Signature:
-    """``inputs`` in the order of the exported graph; ``spec``: the tree of (args, kwargs); ``fixed``: leaves that are no
-    tensors, by their place."""
+    """``inputs`` in the order of the exported graph; ``spec``: the tree of (args, kwargs); ``fixed``: leaves that are
+    no tensors, by their place."""
 
     inputs: tuple[Input, ...]
     spec: Any

@@ -1,7 +1,8 @@
 """From one graph in three stages to three graph modules, for one request or for any number of them.
 
 ``single``: one request. Its rows broadcast against the candidates', and an operator is an ordinary matrix. Otherwise a
-request's row is copied to its candidates by index, and operators meet their candidates in a padded table ``[R, slots]``.
+request's row is copied to its candidates by index, and operators meet their candidates in a padded table
+``[R, slots]``.
 """
 
 from __future__ import annotations
