@@ -1,8 +1,18 @@
 """Fixtures shared by all tests."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_blocks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Blocks that stores keep lie here, and not in the user's own cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("blocks")
+        patch.setattr("semel.history.storage.cache_folder", lambda given: Path(given or folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ import typer
 
 def compact(
     store: Annotated[Path, typer.Argument(help="The folder of the store.")],
-    codec: Annotated[str, typer.Option(help="packed: small; plain: larger, a little faster to read.")] = "packed",
+    codec: Annotated[str, typer.Option(help="packed: small; plain: larger, a little faster to read; cold: smaller, "
+                                            "slower where it is first read.")] = "packed",
     retention: Annotated[str | None, typer.Option(
         help="How old events may be by now, e.g. 90d; older ones are removed for good.")] = None,
     engine: Annotated[str, typer.Option(help="local: threads here; ray: a Ray cluster (extra ray).")] = "local",

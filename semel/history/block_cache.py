@@ -1,9 +1,11 @@
-"""Generations on object storage, read as if they were mapped files: a bounded local cache of blocks.
+"""Generations on object storage, and compressed columns in a folder, read as if they were mapped files: a bounded local
+cache of blocks.
 
-Each object has a sparse local file of its size, mapped as a local generation's file is, so the kernels are the same.
-Before they run, the checksum blocks that hold the rows to be read are fetched, checked and written into it; the rest
-of the file stays a hole. Objects never change, so no block is ever stale. Beyond the bound whole files are let go of,
-least recently used first; arrays that a read still holds stay valid, as mappings of removed files do.
+Each object has a sparse local file of its size (decompressed), mapped as a local generation's file is, so the kernels
+are the same. Before they run, the checksum blocks that hold the rows to be read are fetched, checked, decompressed
+where they are compressed, and written into it; the rest of the file stays a hole. Objects never change, so no block is
+ever stale. Beyond the bound whole files are let go of, least recently used first; arrays that a read still holds stay
+valid, as mappings of removed files do.
 """
 
 from __future__ import annotations
@@ -16,23 +18,25 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from semel.history.errors import CorruptFile, GenerationGone
 from semel.history.files import (
     BLOCK_BYTES,
-    CODEC_PACKED,
+    CODEC_COLD,
+    CODEC_PLAIN,
     HEADER_BYTES,
     Header,
-    block_checksums,
     check_block,
     check_rows,
+    decompressed,
+    parse_footer,
     parse_header,
 )
 from semel.history.objects import Objects, Unanswered
@@ -47,6 +51,31 @@ PIECE = 32 << 20
 """Bytes in memory on their way to the disk, for each thread that fetches."""
 GAP = 1
 """Blocks between two that are needed which are fetched with them, since a request costs more than they do."""
+
+
+class Source(Protocol):
+    """What objects are read from: ``objects.Objects``, or ``cold_files.Folder``. ``near``: a request more costs less
+    than a block more."""
+
+    near: bool
+
+    def where(self, name: str) -> str: ...
+    def size(self, name: str) -> int: ...
+    def ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[Any]: ...
+
+
+class Opened(Protocol):
+    """A file that a read holds: see ``CachedFile.column``."""
+
+    def column(self, dtype: np.dtype, shape: tuple[int, ...], rows: Rows | None, offline: bool = False,
+               ) -> np.ndarray | Packed | None: ...
+
+
+class Opening(Protocol):
+    """The ``Files`` that ``ReadFiles`` read."""
+
+    def info(self) -> bytes: ...
+    def open(self, file: str, entry: dict[str, int]) -> Opened: ...
 
 
 class CachedFiles:
@@ -85,10 +114,10 @@ class ReadFiles:
     """The same for one read: what it has asked for stays here until the read is done, whatever the cache lets go of.
     ``offline``: raise NotHere instead of fetching."""
 
-    def __init__(self, files: CachedFiles) -> None:
+    def __init__(self, files: Opening) -> None:
         self._files = files
         self.offline = False
-        self._held: dict[str, tuple[CachedFile, list[Rows | None]]] = {}
+        self._held: dict[str, tuple[Opened, list[Rows | None]]] = {}
 
     def for_read(self) -> ReadFiles:
         return ReadFiles(self._files)
@@ -117,13 +146,23 @@ class BlockCache:
     ``fetched``: bytes that were asked of the object storage so far."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
+        if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 1:
+            raise ValueError(f"cache_bytes must be a number of bytes, got {most_bytes!r}")
         self._folder, self._most_bytes = folder, most_bytes
+        self.fetched = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._own: Path | None = None
         self._names = count()
         self._files: OrderedDict[str, CachedFile] = OrderedDict()
-        self.fetched = 0
         self.close: Any = lambda: None
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:  # forked: the folder, and the files in it, are the parent's
+            self._begin()
 
     @property
     def bytes(self) -> int:
@@ -131,8 +170,9 @@ class BlockCache:
         with self._lock:
             return sum(file.kept for file in self._files.values())
 
-    def open(self, objects: Objects, name: str, entry: dict[str, int]) -> CachedFile:
+    def open(self, objects: Source, name: str, entry: dict[str, int]) -> CachedFile:
         """The object ``name``, as far as it is here."""
+        self._check_process()
         with self._lock:
             file = self._files.get(name)
             if file is None:
@@ -151,6 +191,14 @@ class BlockCache:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+    def keep_only(self, folder: str) -> None:
+        """Let go of the objects that do not lie in ``folder``."""
+        self._check_process()
+        with self._lock:
+            gone = [self._files.pop(name) for name in list(self._files) if not name.startswith(f"{folder}/")]
+        for file in gone:
+            file.remove()
 
     def _bound(self, fetched: int) -> None:
         """Let go of the files used longest ago, but the newest."""
@@ -175,6 +223,15 @@ class BlockCache:
             os.rename(own / "new", own / "lock")  # whoever finds a lock file finds it locked
             self._own, self.close = own, weakref.finalize(self, _close, own, handle, os.getpid())
         return self._own
+
+
+def cache_folder(folder: str | os.PathLike[str] | None) -> Path:
+    """Where caches are made: ``folder``, or the user's own place for such."""
+    if folder is not None:
+        return Path(folder)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("semel", appauthor=False)) / "blocks"
 
 
 def _close(folder: Path, handle: int, owner: int) -> None:
@@ -203,7 +260,7 @@ def _sweep(folder: Path) -> None:
 class CachedFile:
     """One object, as far as it was fetched. ``kept``: bytes of its blocks that are here."""
 
-    def __init__(self, objects: Objects, name: str, entry: dict[str, int], path: Path,
+    def __init__(self, objects: Source, name: str, entry: dict[str, int], path: Path,
                  fetched: Callable[[int], None]) -> None:
         self._objects, self._name, self._entry, self._path = objects, name, entry, path
         self._tell_fetched = fetched
@@ -258,7 +315,10 @@ class CachedFile:
     def _begin(self, whole: bool) -> None:
         """Fetch the header and what lies behind the values, with the last blocks on the way."""
         size = self._entry["bytes"]
-        if size <= AT_ONCE or (whole and size <= PIECE):
+        if self._objects.near:
+            (head,) = self._ask([0], [HEADER_BYTES])
+            start, rest = size, b""
+        elif size <= AT_ONCE or (whole and size <= PIECE):
             (content,) = self._ask([0], [size])
             start, head, rest = HEADER_BYTES, content[:HEADER_BYTES], content[HEADER_BYTES:]
         else:
@@ -266,25 +326,25 @@ class CachedFile:
             start = HEADER_BYTES + max(0, blocks - 2) * BLOCK_BYTES
             head, rest = self._ask([0, start], [HEADER_BYTES, size])
         header = parse_header(head, self._entry, self._where)
-        footer_at = HEADER_BYTES + header.count
+        footer_at = HEADER_BYTES + header.stored
         if footer_at < start:
             (more,) = self._ask([footer_at], [start])
             start, rest = footer_at, more + rest
-        self._checksums = block_checksums(rest[footer_at - start :], header, self._where)
-        self._present = np.zeros(-(-header.count // header.block), bool)
-        self._missing = len(self._present)
+        self._checksums, self._starts = parse_footer(rest[footer_at - start :], header, self._where)
+        self._present = np.zeros(header.blocks, bool)
+        self._missing = header.blocks
         with open(self._path, "xb") as file:
-            file.truncate(footer_at)
+            file.truncate(HEADER_BYTES + header.count)
         with open(self._path, "rb") as file:
             self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        first = -(-(start - HEADER_BYTES) // header.block)
+        first = int(np.searchsorted(self._starts, start - HEADER_BYTES))
         self._head = header
-        self._keep(first, memoryview(rest)[HEADER_BYTES + first * header.block - start : footer_at - start])
+        self._keep(first, memoryview(rest)[HEADER_BYTES + int(self._starts[first]) - start : footer_at - start])
 
     def _map(self, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | Packed:
         head = self._head
         assert head is not None
-        if head.codec != CODEC_PACKED:
+        if head.codec == CODEC_PLAIN:
             return np.frombuffer(self._mapped, dtype, head.count // dtype.itemsize, HEADER_BYTES).reshape(
                 head.rows, *shape)
         from semel.history.packing import directory_at, view_directory
@@ -328,7 +388,7 @@ class CachedFile:
         missing = np.flatnonzero(missing)
         if not len(missing):
             return
-        cuts = np.flatnonzero(np.diff(missing) > 1 + GAP) + 1
+        cuts = np.flatnonzero(np.diff(missing) > (1 if self._objects.near else 1 + GAP)) + 1
         most = max(1, PIECE // head.block)
         runs = [(at, min(at + most, int(run[-1]) + 1))
                 for run in np.split(missing, cuts) for at in range(int(run[0]), int(run[-1]) + 1, most)]
@@ -338,8 +398,8 @@ class CachedFile:
             while runs and (not now or size + runs[0][1] - runs[0][0] <= most):
                 now.append(runs.pop(0))
                 size += now[-1][1] - now[-1][0]
-            starts = [HEADER_BYTES + first * head.block for first, _ in now]
-            ends = [HEADER_BYTES + min(last * head.block, head.count) for _, last in now]
+            starts = [HEADER_BYTES + int(self._starts[first]) for first, _ in now]
+            ends = [HEADER_BYTES + int(self._starts[last]) for _, last in now]
             for (first, _), data in zip(now, self._ask(starts, ends), strict=True):
                 self._keep(first, memoryview(data))
 
@@ -349,8 +409,14 @@ class CachedFile:
         assert head is not None
         if not len(data):
             return
-        for index, at in enumerate(range(0, len(data), head.block), first):
-            check_block(data[at : at + head.block], self._checksums, index, head, self._where)
+        starts = self._starts - self._starts[first]
+        last = int(np.searchsorted(starts, len(data)))
+        blocks = [data[starts[index] : starts[index + 1]] for index in range(first, last)]
+        for index, block in enumerate(blocks, first):
+            check_block(block, self._checksums, index, head, self._where)
+        if head.codec == CODEC_COLD:
+            data = memoryview(b"".join(
+                decompressed(block, index, head, self._where) for index, block in enumerate(blocks, first)))
         try:
             with open(self._path, "r+b", buffering=0) as file:
                 at = 0
@@ -359,7 +425,6 @@ class CachedFile:
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}: choose another cache_folder, or less cache_bytes",
                           str(self._path.parent)) from None
-        last = first + -(-len(data) // head.block)
         self._present[first:last] = True
         self._missing = int(len(self._present) - np.count_nonzero(self._present))
         self.kept = int(np.count_nonzero(self._present)) * head.block

@@ -1,8 +1,8 @@
 """Files of the store: sealed arrays that are memory-mapped, JSON with a checksum, and durable renames.
 
-A sealed array file (``docs/formats/history.md``) is a 64-byte header, the values from byte 64 on, plain or packed, zero
-padding to 8 bytes, then one CRC-32 for each 64 KiB of values. The header's own CRC covers the block CRCs too, so the
-pair (size, header CRC) that the generation's manifest keeps identifies a file.
+A sealed array file (``docs/formats/history.md``) is a 64-byte header, the values from byte 64 on, plain, packed, or
+packed and compressed, zero padding to 8 bytes, then one CRC-32 for each 64 KiB of values. The header's own CRC covers
+the block CRCs too, so the pair (size, header CRC) that the generation's manifest keeps identifies a file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import pyarrow as pa
 
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
 
@@ -32,12 +33,18 @@ if TYPE_CHECKING:
 
 MAGIC = b"SEMELCOL"
 FORMAT = 1
-CODEC_PLAIN, CODEC_PACKED = 0, 1
+CODEC_PLAIN, CODEC_PACKED, CODEC_COLD = 0, 1, 2
+Codec = Literal["packed", "plain", "cold"]
+CODECS = get_args(Codec)
 BLOCK_BYTES = 1 << 16  # what a range of an object must be fetched with, to be checked; files say how much theirs is
-# magic, format, codec, bytes a row, rows, bytes of values, bytes a checksum block, CRC of the block CRCs, padding,
-# CRC of the 60 bytes before it
-_HEADER = struct.Struct("<8sIIIQQIII12x")
+# magic, format, codec, bytes a row, rows, bytes of values as they are stored, bytes a checksum block, CRC of all after
+# the values, bytes of the values decompressed (0 where they are not compressed), padding; the CRC of these 60 bytes
+_HEADER = struct.Struct("<8sIIIQQIIQ8x")
 HEADER_BYTES = 64
+ZSTD_LEVEL = 1
+"""Higher ones take 4 to 20 times as long on packed columns and gain nothing (``docs/results.md``)."""
+SHRINKS = 0.95
+"""A column whose first block stays above this part of its size under zstd is not compressed."""
 
 
 def write_array(path: Path, array: np.ndarray) -> dict[str, int]:
@@ -46,37 +53,61 @@ def write_array(path: Path, array: np.ndarray) -> dict[str, int]:
 
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], rows: int, dtype: np.dtype, shape: tuple[int, ...],
-                 packed: bool = False) -> dict[str, int]:
-    """``write_array`` of [rows, *shape] values that come piece by piece; ``packed``: in blocks, of which each piece but
-    the last has whole ones (``semel.history.packing``)."""
-    if packed:
+                 codec: Codec = "plain") -> dict[str, int]:
+    """``write_array`` of [rows, *shape] values that come piece by piece. ``packed``: in blocks, of which each piece but
+    the last has whole ones (``semel.history.packing``). ``cold``: packed, and compressed too where that helps; the
+    manifest then keeps ``decompressed``, the bytes of the packed values."""
+    if codec != "plain":
         from semel.history.packing import pack_pieces
 
         pieces = pack_pieces(pieces)
+    compressed = codec == "cold"
     checksums: list[int] = []
-    size = crc = 0
+    sizes: list[int] = []
+    count = 0
     with open(path, "xb") as file:
         file.write(bytes(HEADER_BYTES))
-        for piece in pieces:
-            data = memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data if piece.size else b"")
-            file.write(data)
-            while data:
-                part = data[: BLOCK_BYTES - size % BLOCK_BYTES]
-                crc, size, data = zlib.crc32(part, crc), size + len(part), data[len(part) :]
-                if size % BLOCK_BYTES == 0:
-                    checksums.append(crc)
-                    crc = 0
-        if size % BLOCK_BYTES:
-            checksums.append(crc)
-        footer = bytes(-size % 8) + np.array(checksums, "<u4").tobytes()
+        for block in _blocks(pieces):
+            stored = block
+            if compressed:
+                frame = pa.Codec("zstd", ZSTD_LEVEL).compress(block, asbytes=True)
+                compressed = len(sizes) > 0 or len(frame) < SHRINKS * len(block)
+                stored = frame if compressed else block
+            file.write(stored)
+            checksums.append(zlib.crc32(stored))
+            sizes.append(len(stored))
+            count += len(block)
+        compressed &= count > 0
+        size = sum(sizes)
+        footer = bytes(-size % 8) + np.array(checksums + (sizes if compressed else []), "<u4").tobytes()
         file.write(footer)
-        codec = CODEC_PACKED if packed else CODEC_PLAIN
-        head = _HEADER.pack(MAGIC, FORMAT, codec, _row_bytes(dtype, shape), rows, size, BLOCK_BYTES, zlib.crc32(footer),
-                            0)
+        number = CODEC_COLD if compressed else CODEC_PLAIN if codec == "plain" else CODEC_PACKED
+        head = _HEADER.pack(MAGIC, FORMAT, number, _row_bytes(dtype, shape), rows, size, BLOCK_BYTES,
+                            zlib.crc32(footer), count if compressed else 0)
         seal = zlib.crc32(head)
         file.seek(0)
         file.write(head + struct.pack("<I", seal))
-    return {"bytes": HEADER_BYTES + size + len(footer), "seal": seal}
+    entry = {"bytes": HEADER_BYTES + size + len(footer), "seal": seal}
+    return {**entry, "decompressed": count} if compressed else entry
+
+
+def _blocks(pieces: Iterable[np.ndarray]) -> Iterator[memoryview | bytes]:
+    """The bytes of all pieces, BLOCK_BYTES at a time."""
+    left = b""
+    for piece in pieces:
+        data = memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data if piece.size else b"")
+        if left:
+            need = BLOCK_BYTES - len(left)
+            left, data = left + data[:need], data[need:]
+            if len(left) < BLOCK_BYTES:
+                continue
+            yield left
+        whole = len(data) - len(data) % BLOCK_BYTES
+        for at in range(0, whole, BLOCK_BYTES):
+            yield data[at : at + BLOCK_BYTES]
+        left = bytes(data[whole:])
+    if left:
+        yield left
 
 
 def _row_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
@@ -84,25 +115,33 @@ def _row_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
 
 
 def map_column(path: Path, entry: dict[str, int], dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray | Packed:
-    """The read-only array [rows, *shape] in the file, or the column as kernels take it where it is packed; every block
-    checked against its CRC (about 1 GB/s, once a file and handle). Raises CorruptFile naming the file and block,
-    GenerationGone when the file is not there."""
+    """The read-only array [rows, *shape] in the file, or the column as kernels take it where it is packed (decompressed
+    into memory, where it is compressed); every block checked against its CRC (about 1 GB/s, once a file and handle).
+    Raises CorruptFile naming the file and block, GenerationGone when the file is not there."""
     dtype = np.dtype(dtype)
-    mapped, head = checked(path, entry)
+    mapped, head, starts = checked(path, entry)
     check_rows(head, dtype, shape, path)
+    if head.codec == CODEC_PLAIN:
+        return np.frombuffer(mapped, dtype, head.count // dtype.itemsize, HEADER_BYTES).reshape(head.rows, *shape)
+    from semel.history.packing import view_packed
+
     if head.codec == CODEC_PACKED:
-        from semel.history.packing import view_packed
+        payload = np.frombuffer(mapped, np.uint8, head.count, HEADER_BYTES)
+    else:
+        payload = np.empty(head.count, np.uint8)
+        data = memoryview(mapped)[HEADER_BYTES:]
+        for index, at in enumerate(range(0, head.count, head.block)):
+            block = decompressed(data[starts[index] : starts[index + 1]], index, head, path)
+            payload[at : at + head.block] = np.frombuffer(block, np.uint8)
+        payload.flags.writeable = False
+    try:
+        return view_packed(payload, head.rows * head.width // dtype.itemsize)
+    except ValueError as error:
+        raise CorruptFile(f"{path}: {error}") from None
 
-        try:
-            return view_packed(np.frombuffer(mapped, np.uint8, head.count, HEADER_BYTES),
-                               head.rows * head.width // dtype.itemsize)
-        except ValueError as error:
-            raise CorruptFile(f"{path}: {error}") from None
-    return np.frombuffer(mapped, dtype, head.count // dtype.itemsize, HEADER_BYTES).reshape(head.rows, *shape)
 
-
-def checked(path: Path, entry: dict[str, int]) -> tuple[mmap.mmap, Header]:
-    """The mapped file and its header, every block checked against its CRC."""
+def checked(path: Path, entry: dict[str, int]) -> tuple[mmap.mmap, Header, np.ndarray]:
+    """The mapped file, its header, and where its blocks begin, every block checked against its CRC."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -112,50 +151,70 @@ def checked(path: Path, entry: dict[str, int]) -> tuple[mmap.mmap, Header]:
     except FileNotFoundError:
         raise GenerationGone(f"{path} is missing") from None
     head = parse_header(mapped[:HEADER_BYTES], entry, path)
-    stored = block_checksums(mapped[HEADER_BYTES + head.count :], head, path)
-    data = memoryview(mapped)[HEADER_BYTES : HEADER_BYTES + head.count]
-    for index, at in enumerate(range(0, head.count, head.block)):
-        check_block(data[at : at + head.block], stored, index, head, path)
-    return mapped, head
+    checksums, starts = parse_footer(mapped[HEADER_BYTES + head.stored :], head, path)
+    data = memoryview(mapped)[HEADER_BYTES:]
+    for index in range(len(checksums)):
+        check_block(data[starts[index] : starts[index + 1]], checksums, index, head, path)
+    return mapped, head, starts
 
 
 @dataclass(frozen=True)
 class Header:
-    """``count`` bytes of values, ``width`` a row, in checksum blocks of ``block`` bytes."""
+    """``count`` bytes of values, ``width`` a row where they are plain, in checksum blocks of ``block`` bytes.
+    Compressed, they are ``stored`` bytes."""
 
     codec: int
     width: int
     rows: int
-    count: int
+    stored: int
     block: int
     footer_crc: int
+    count: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.count // self.block)
 
 
 def parse_header(head: bytes, entry: dict[str, int], path: Path | str) -> Header:
     """The first ``HEADER_BYTES`` of an array file. Raises CorruptFile, StoreError for a format that is not known."""
     if head[:8] != MAGIC:
         raise CorruptFile(f"{path}: not a column file (starts with {bytes(head[:8])!r})")
-    _, version, codec, width, rows, count, block, footer_crc, _ = _HEADER.unpack(head[:-4])
+    _, version, codec, width, rows, stored, block, footer_crc, count = _HEADER.unpack(head[:-4])
     seal = zlib.crc32(head[:-4])
     if (seal,) != struct.unpack("<I", head[-4:]) or seal != entry["seal"]:
         raise CorruptFile(f"{path}: header does not match its checksum")
-    if version != FORMAT or codec not in (CODEC_PLAIN, CODEC_PACKED):
-        raise StoreError(f"{path}: format {version}, codec {codec}; this Semel reads format {FORMAT}, codecs 0 and 1")
-    return Header(codec, width, rows, count, block, footer_crc)
+    if version != FORMAT or codec not in (CODEC_PLAIN, CODEC_PACKED, CODEC_COLD):
+        raise StoreError(f"{path}: format {version}, codec {codec}; this Semel reads format {FORMAT}, codecs 0 to 2")
+    return Header(codec, width, rows, stored, block, footer_crc, count if codec == CODEC_COLD else stored)
 
 
-def block_checksums(footer: bytes, head: Header, path: Path | str) -> np.ndarray:
-    """The CRC of each block, from all that follows the values. Raises CorruptFile."""
+def parse_footer(footer: bytes, head: Header, path: Path | str) -> tuple[np.ndarray, np.ndarray]:
+    """(CRC of each block, [blocks + 1] int64 where each begins, from the first one on), from all that follows the
+    values. Raises CorruptFile."""
     if zlib.crc32(footer) != head.footer_crc:
         raise CorruptFile(f"{path}: block checksums are damaged")
-    return np.frombuffer(footer, "<u4", offset=-head.count % 8)
+    words = np.frombuffer(footer, "<u4", offset=-head.stored % 8)
+    starts = np.minimum(np.arange(head.blocks + 1) * head.block, head.count)
+    if head.codec == CODEC_COLD:
+        np.cumsum(words[head.blocks :], out=starts[1:])
+    return words[: head.blocks], starts
 
 
-def check_block(data: memoryview | bytes, stored: np.ndarray, index: int, head: Header, path: Path | str) -> None:
+def check_block(data: memoryview | bytes, checksums: np.ndarray, index: int, head: Header, path: Path | str) -> None:
     """Raises CorruptFile where block ``index`` is not what was written."""
-    if zlib.crc32(data) != stored[index]:
-        raise CorruptFile(f"{path}: block {index} (bytes {HEADER_BYTES + index * head.block} on) does not match its "
-                          "checksum")
+    if zlib.crc32(data) != checksums[index]:
+        raise CorruptFile(f"{path}: block {index} (bytes {HEADER_BYTES + index * head.block} on"
+                          f"{', decompressed' if head.codec == CODEC_COLD else ''}) does not match its checksum")
+
+
+def decompressed(frame: memoryview | bytes, index: int, head: Header, path: Path | str) -> pa.Buffer:
+    """A block as it was before zstd. Raises CorruptFile."""
+    size = min(head.block, head.count - index * head.block)
+    try:
+        return pa.decompress(frame, decompressed_size=size, codec="zstd")
+    except (OSError, pa.ArrowInvalid) as error:
+        raise CorruptFile(f"{path}: block {index} cannot be decompressed ({error})") from None
 
 
 def check_rows(head: Header, dtype: np.dtype, shape: tuple[int, ...], path: Path | str) -> None:

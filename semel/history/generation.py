@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
 from semel.history.files import (
+    Codec,
     checked,
     dump_json,
     map_column,
@@ -31,8 +32,6 @@ from semel.history.schema import EventSchema
 if TYPE_CHECKING:
     from semel.history.packing import Packed
 
-Codec = Literal["packed", "plain"]
-CODECS = get_args(Codec)
 MAGIC = "semel-generation"
 FORMAT = 2
 NAME = "generation.json"
@@ -48,7 +47,8 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 
 class Files(Protocol):
-    """Where a generation's files lie: ``LocalFiles``, or ``block_cache.CachedFiles`` before object storage."""
+    """Where a generation's files lie: ``LocalFiles``, ``cold_files.ColdFiles`` where some are compressed, or
+    ``block_cache.CachedFiles`` before object storage."""
 
     def for_read(self) -> Files | None:
         """The same for one read, where what is asked for must be fetched and then be kept for it; None where all of
@@ -63,7 +63,7 @@ class Files(Protocol):
 
 
 class LocalFiles:
-    """The files of a folder, mapped whole."""
+    """The files of a folder, mapped whole (or decompressed whole into memory)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -159,6 +159,7 @@ class Shard:
 
     def has_nulls(self, name: str) -> bool:
         return shard_file(self.index, f"{self._generation.place(name)[0]}.valid") in self._generation.info["files"]
+
     def fetch(self, name: str, rows: Rows) -> None:
         """Have these rows of a column, and their validity, here; ``column`` and ``valid`` promise no other ones from
         then on. For a read on object storage (``Generation.for_read``)."""
@@ -175,9 +176,10 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Of its files."""
+        """Of its files, as they are read."""
         prefix = shard_file(self.index, "")
-        return sum(entry["bytes"] for file, entry in self._generation.info["files"].items() if file.startswith(prefix))
+        return sum(entry.get("decompressed", entry["bytes"]) for file, entry in self._generation.info["files"].items()
+                   if file.startswith(prefix))
 
     def user_keys(self) -> list[bytes]:
         return split_strings(*self.user_strings)
@@ -291,7 +293,7 @@ class Generation:
             raise CorruptFile(f"{self.folder}: {NAME} does not list {file}") from None
 
     @property
-    def codec(self) -> str | None:
+    def codec(self) -> Codec | None:
         """How its columns lie, None of the empty generation of a new store."""
         return self.info.get("codec")
 
@@ -311,6 +313,7 @@ class Generation:
         for shard in self.shards:
             if not shard.rows:
                 continue
+            shard = Shard(self, shard.index)  # what it holds goes with it
             for name in self.positions:
                 shard.column(name), shard.valid(name)  # packed blocks must lie where they should
             offsets, times = shard.offsets, shard.values("event_time")
@@ -355,7 +358,7 @@ class FileWriter:
     def column(self, file: str, pieces: Iterable[np.ndarray], rows: int, dtype: np.dtype, shape: tuple[int, ...] = (),
                ) -> None:
         """[rows, *shape] values, piece by piece; see ``whole`` and ``piece_rows``."""
-        self.files[file] = write_pieces(self.folder / file, pieces, rows, dtype, shape, self.codec == "packed")
+        self.files[file] = write_pieces(self.folder / file, pieces, rows, dtype, shape, self.codec)
 
     def whole(self, file: str, values: np.ndarray) -> None:
         """A column that is in memory."""

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from semel.history import block_cache
 from semel.history.block_cache import BlockCache, CachedFiles
 from semel.history.errors import (
     CorruptFile,
@@ -97,11 +98,9 @@ class ObjectStorage:
 
     def __init__(self, url: str, options: Mapping[str, Any] | None, cache_bytes: int,
                  cache_folder: str | os.PathLike[str] | None) -> None:
-        if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 1:
-            raise ValueError(f"cache_bytes must be a number of bytes, got {cache_bytes!r}")
         self.objects = Objects(url, options)
         self.path = self.objects.url
-        self.cache = BlockCache(_cache_folder(cache_folder), cache_bytes)
+        self.cache = BlockCache(block_cache.cache_folder(cache_folder), cache_bytes)
         self._known: tuple[bytes, Tag] | None = None
         self._claim: Claim | None = None
 
@@ -214,8 +213,10 @@ class ObjectStorage:
 
     def generation(self, manifest: Manifest) -> tuple[Generation, Lease | None]:
         prefix = f"generations/{manifest.folder}"
-        return Generation(self.objects.where(prefix), manifest.generation, manifest.schema, manifest.shards,
-                          manifest.generation_seal, CachedFiles(self.objects, prefix, self.cache)), None
+        generation = Generation(self.objects.where(prefix), manifest.generation, manifest.schema, manifest.shards,
+                                manifest.generation_seal, CachedFiles(self.objects, prefix, self.cache))
+        self.cache.keep_only(prefix)
+        return generation, None
 
     @contextmanager
     def as_local(self, generation: Generation) -> Iterator[Generation]:
@@ -271,6 +272,7 @@ class ObjectStorage:
         kept = {folder for folder, number in numbers.items() if number in older and number not in removed}
         kept.add(manifest.folder)
         self._delete([name for folder, names in by_folder.items() if folder not in kept for name in names])
+        self.cache.keep_only(f"generations/{manifest.folder}")
         return removed
 
     def _delete(self, names: list[str]) -> None:
@@ -376,11 +378,3 @@ def _put(objects: Objects, name: str, content: bytes, replacing: Tag | None = No
         if found is not None and found[0] == content:
             return found[1]
         raise
-
-
-def _cache_folder(folder: str | os.PathLike[str] | None) -> Path:
-    if folder is not None:
-        return Path(folder)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("semel", appauthor=False)) / "blocks"

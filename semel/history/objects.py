@@ -50,6 +50,8 @@ class Objects:
     ``obstore.store.from_url``. Any number of threads may use it. Raises ValueError for a URL or options that obstore
     does not know."""
 
+    near = False  # for the block cache
+
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         try:
             import obstore

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from semel.history.block_cache import BlockCache, cache_folder
+from semel.history.cold_files import ColdFiles
 from semel.history.errors import GenerationGone, StoreError, StoreExists
 from semel.history.files import replace_file, sync_folder
 from semel.history.generation import Generation
@@ -143,16 +145,18 @@ def storage_of(url: str | os.PathLike[str], options: Mapping[str, Any] | None = 
         return ObjectStorage(text, options, cache_bytes, cache_folder)
     if options:
         raise ValueError(f"storage_options are for object storage; {text} is a local folder")
-    return LocalStorage(local_path(text))
+    return LocalStorage(local_path(text), cache_bytes, cache_folder)
 
 
 class LocalStorage:
-    """A folder: segments that grow, one writer by flock, generations that readers map."""
+    """A folder: segments that grow, one writer by flock, generations that readers map. Raises ValueError for what is no
+    number of bytes."""
 
     segmented = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cache_bytes: int = CACHE_BYTES, cache: str | os.PathLike[str] | None = None) -> None:
         self.path = path
+        self.cache = BlockCache(cache_folder(cache), cache_bytes)
 
     def manifest(self) -> bytes:
         return read_manifest(self.path)
@@ -169,8 +173,15 @@ class LocalStorage:
     def generation(self, manifest: Manifest) -> tuple[Generation, Lease | None]:
         folder = generation_path(self.path, manifest.generation)
         lease = Lease(folder)  # first, so that it is not removed while it is being opened
-        generation = Generation(folder, manifest.generation, manifest.schema, manifest.shards, manifest.generation_seal)
+        generation = self._open(folder, manifest.generation, manifest.schema, manifest.shards, manifest.generation_seal)
+        self.cache.keep_only(folder.name)
         return generation, lease
+
+    def _open(self, folder: Path, number: int, schema: EventSchema, shards: int, seal: int) -> Generation:
+        generation = Generation(folder, number, schema, shards, seal)
+        if generation.codec == "cold":
+            return Generation(folder, number, schema, shards, seal, ColdFiles(folder, self.cache), generation.info)
+        return generation
 
     def start(self, manifest: Manifest) -> tuple[int, int]:
         return manifest.first_segment, SEGMENT_HEADER
@@ -245,7 +256,10 @@ class LocalStorage:
         return partial(LogRange, log.path, start, log.size)
 
     def as_local(self, generation: Generation) -> AbstractContextManager[Generation]:
-        return nullcontext(generation)
+        if generation.codec != "cold":
+            return nullcontext(generation)
+        return nullcontext(Generation(generation.folder, generation.number, generation.schema, len(generation.shards),
+                                      generation.seal, info=generation.info))
 
     @contextmanager
     def building(self, number: int) -> Iterator[Path]:
@@ -263,7 +277,7 @@ class LocalStorage:
         final = generation_path(self.path, number)
         os.rename(building, final)
         sync_folder(final.parent)
-        return "", Generation(final, number, schema, shards, seal), Lease(final)
+        return "", self._open(final, number, schema, shards, seal), Lease(final)
 
     def clean_log(self, manifest: Manifest) -> None:
         log = {segment_path(self.path, number).name
@@ -273,10 +287,12 @@ class LocalStorage:
                 file.unlink(missing_ok=True)
 
     def clean_generations(self, manifest: Manifest, keep: int, leased: bool = False) -> list[int]:
-        return remove_generations(self.path / "generations", manifest.generation, keep, leased)
+        removed = remove_generations(self.path / "generations", manifest.generation, keep, leased)
+        self.cache.keep_only(generation_path(self.path, manifest.generation).name)
+        return removed
 
     def stats(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
-        pass
+        self.cache.close()

@@ -24,8 +24,8 @@ from semel.history.errors import (
     StoreError,
     VersionNotVisible,
 )
+from semel.history.files import CODECS, Codec
 from semel.history.following import RETRIES, Follower, View, verify
-from semel.history.generation import CODECS, Codec
 from semel.history.manifest import Manifest
 from semel.history.positions import Position, Tokens
 from semel.history.schema import RESERVED, EventSchema, Projection, check_named_events
@@ -89,9 +89,10 @@ class HistoryStore:
         """Open a store to read ("r") or to read and append ("a": one at a time). ``at_version``: a frozen view for
         reading; it stays at this version whatever is appended or compacted.
 
-        On object storage (``docs/object-storage.md``): ``storage_options`` are keyword arguments of
-        ``obstore.store.from_url``; blocks that were read are kept in at most ``cache_bytes`` of ``cache_folder`` (the
-        user's cache folder); and opening with "a" takes the store over from a writer that lives.
+        Blocks that were read from object storage, or decompressed from ``cold`` columns, are kept in at most
+        ``cache_bytes`` of ``cache_folder`` (the user's cache folder). On object storage (``docs/object-storage.md``)
+        ``storage_options`` are keyword arguments of ``obstore.store.from_url``, and opening with "a" takes the store
+        over from a writer that lives.
 
         Raises StoreNotFound, StoreLocked (naming the process that appends), CorruptFile, StoreError for a format that
         this version does not know, VersionNotVisible for an ``at_version`` that the store has not reached."""
@@ -340,8 +341,10 @@ class HistoryStore:
         ``engine``: ``local``, threads of this process; ``ray``, a Ray cluster whose nodes see the store's folder
         (needs ``semel[ray]``). ``workers``: how many shards are written at a time. ``memory_limit``: what it may
         allocate, bytes or "512MiB", "1GiB" (``ray``: for a shard); the rest goes through a temporary file in the
-        store's folder. (An append is read whole, however large.) ``codec``: ``packed`` columns, or ``plain`` ones,
-        larger and a little faster to read. The generation's bytes depend on none of the first three.
+        store's folder. (An append is read whole, however large.) ``codec``: ``packed`` columns; ``plain`` ones,
+        larger and a little faster to read; or ``cold`` ones, packed and those that shrink by it under zstd too: a read
+        decompresses the blocks it touches, which then lie in the cache (``open``). The generation's bytes depend on
+        none of the first three.
 
         ``retention``: how old events may be by their ``event_time`` and this machine's clock (a timedelta, or text like
         "90d", "12h"); older ones go, also from what older pointers read, whose status then says EXPIRED.
@@ -425,7 +428,7 @@ class HistoryStore:
 
     @property
     def _codec(self) -> Codec:
-        return "plain" if self._view.generation.codec == "plain" else "packed"
+        return self._view.generation.codec or "packed"
 
     def add_column(self, name: str, kind: pa.DataType, backfill: Backfill = None, *, workers: int = 2,
                    memory_limit: int | str = "1GiB") -> int:

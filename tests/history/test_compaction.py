@@ -63,7 +63,8 @@ def histories(store: HistoryStore, users: list[Any]) -> list[list[tuple[Any, ...
 
 
 @given(seed=st.integers(0, 2**32), strings=st.booleans(), sizes=st.lists(st.integers(0, 150), min_size=1, max_size=4),
-       limit=st.integers(100_000, 300_000), workers=st.integers(1, 3), codec=st.sampled_from(["packed", "plain"]))
+       limit=st.integers(100_000, 300_000), workers=st.integers(1, 3),
+       codec=st.sampled_from(["packed", "plain", "cold"]))
 @settings(max_examples=40, deadline=None)
 def test_any_limit_gives_the_same_bytes(tmp_path_factory: pytest.TempPathFactory, seed: int, strings: bool,
                                         sizes: list[int], limit: int, workers: int, codec: Any) -> None:

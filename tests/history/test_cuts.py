@@ -1,4 +1,4 @@
-"""Where histories are cut: long ones with ties, at every kind of bound, plain and packed, together and alone."""
+"""Where histories are cut: long ones with ties, at every kind of bound, plain, packed and cold, together and alone."""
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,7 @@ def fill(store, keys, span, seed=0):
     return user[order], time[order], n[order]
 
 
-@pytest.fixture(scope="module", params=["packed-int", "plain-int", "packed-string"])
+@pytest.fixture(scope="module", params=["packed-int", "plain-int", "cold-int", "packed-string"])
 def filled(request, tmp_path_factory):
     codec, key = request.param.split("-")
     ids = [int(i) for i in np.random.default_rng(1).integers(-(2**62), 2**62, len(SIZES))]

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 
 from semel.history import CorruptFile, EventSchema, HistoryStore, Pointers, Projection, StoreError
+from semel.history.files import Codec
 
 SCHEMA = EventSchema({"item_id": pa.int64(), "text": pa.string()})
 PROJECTION = Projection(("item_id", "version", "text"))
@@ -30,6 +31,8 @@ import sys, pyarrow as pa
 from semel.history import HistoryStore, SegmentWriter
 from semel.history import writing as module
 module.SEGMENT_BYTES = 4000
+from semel.history import files
+files.SHRINKS = 9  # so that all columns of cold generations are compressed
 store = HistoryStore.open(sys.argv[1], mode="a")
 print("open", flush=True)
 for n in range(int(sys.argv[2]), 10**9):
@@ -38,7 +41,7 @@ for n in range(int(sys.argv[2]), 10**9):
     version = store.append(table, token=str(n))
     print(n, version, flush=True)
     if n % 4 == 3:
-        store.compact()
+        store.compact(codec=["packed", "cold"][n // 4 % 2])
         print("compacted", flush=True)
 """
 
@@ -124,7 +127,7 @@ def test_hundreds_of_killed_writers(tmp_path: Path, seed: int) -> None:
     kill_many(tmp_path / "store", 75, seed=seed + 100)
 
 
-def make_store(path: Path) -> tuple[bytes, ...]:
+def make_store(path: Path, codec: Codec = "packed") -> tuple[bytes, ...]:
     """A store with a generation and a log, and with deletions, expired events and an added column in both; what a full
     read of it gives."""
     with HistoryStore.create(path, SCHEMA, shards=2) as store:
@@ -140,8 +143,9 @@ def make_store(path: Path) -> tuple[bytes, ...]:
             if n == 3:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr("semel.history.store.now", lambda: 10**6)
-                    store.compact(retention=timedelta(microseconds=10**6 - 1))
-                store.add_column("score", pa.float32(), lambda table: table["item_id"].cast(pa.float32()))
+                    patch.setattr("semel.history.files.SHRINKS", 9)
+                    store.compact(codec=codec, retention=timedelta(microseconds=10**6 - 1))
+                    store.add_column("score", pa.float32(), lambda table: table["item_id"].cast(pa.float32()))
             if n == 4:
                 store.delete(user_ids=[USERS + 1])
                 store.delete(events=pa.table({"user_id": [0], "event_time": [999]}))
@@ -181,22 +185,25 @@ def flip_and_read(source: Path, work: Path, expected: tuple[bytes, ...], chance:
     assert contents(work) == expected
 
 
-def test_a_flipped_byte_is_an_error_or_is_not_read(tmp_path: Path) -> None:
-    expected = make_store(tmp_path / "store")
+@pytest.mark.parametrize("codec", ["packed", "cold"])
+def test_a_flipped_byte_is_an_error_or_is_not_read(tmp_path: Path, codec: Codec) -> None:
+    expected = make_store(tmp_path / "store", codec)
     flip_and_read(tmp_path / "store", tmp_path / "work", expected, random.Random(5), 120)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_many_flipped_bytes(tmp_path: Path) -> None:
-    expected = make_store(tmp_path / "store")
+@pytest.mark.parametrize("codec", ["packed", "cold"])
+def test_many_flipped_bytes(tmp_path: Path, codec: Codec) -> None:
+    expected = make_store(tmp_path / "store", codec)
     flip_and_read(tmp_path / "store", tmp_path / "work", expected, random.Random(6), 5000)
 
 
+@pytest.mark.parametrize("codec", ["packed", "cold"])
 @pytest.mark.parametrize("kind", ["column", "segment", "generation", "shortened", "exchanged"])
-def test_lost_files_are_an_error_that_names_them(tmp_path: Path, kind: str) -> None:
+def test_lost_files_are_an_error_that_names_them(tmp_path: Path, kind: str, codec: Codec) -> None:
     path = tmp_path / "store"
-    make_store(path)
+    make_store(path, codec)
     shard = next(path.glob("generations/*/shard-0000"))
     victim = {"column": shard / "column-000", "segment": next(path.glob("log/*.log")),
               "generation": shard.parent / "generation.json", "shortened": shard / "event_time",

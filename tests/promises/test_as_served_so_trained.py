@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from semel.batch import JaggedTable
 from semel.history import EventSchema, HistoryStore, NotCompacted, Pointers, Projection, Status
+from semel.history.files import CODECS, Codec
 from semel.history.reference import ReferenceStore
 
 INTEGER_USERS = [0, 1, -7, 2**62, 5]
@@ -102,6 +103,12 @@ class AsServed(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("semel.history.tail.LEVELS", (3, 9, 27, 1 << 62))
         self.patch.setattr("semel.history.writing.SEGMENT_BYTES", 9_000)
+        # Columns of several blocks, all of them compressed where they are cold, and a cache that keeps few.
+        self.patch.setattr("semel.history.files.BLOCK_BYTES", 64)
+        self.patch.setattr("semel.history.block_cache.BLOCK_BYTES", 64)
+        self.patch.setattr("semel.history.block_cache.AT_ONCE", 80)
+        self.patch.setattr("semel.history.files.SHRINKS", 9)
+        self.patch.setattr("semel.history.storage.CACHE_BYTES", 3_000)
         self.store = HistoryStore.create(self.folder / "store", EventSchema(COLUMNS, self.key_type, group="action"),
                                          shards=3)
         self.reader = HistoryStore.open(self.folder / "store")
@@ -182,9 +189,9 @@ class AsServed(RuleBasedStateMachine):
         assert self.reader.refresh() == self.oracle.version
         assert self.reader.point(self.users[:2], 5).version.tolist() == [self.oracle.version] * 2
 
-    @rule()
-    def compact(self) -> None:
-        self.store.compact()
+    @rule(codec=st.sampled_from(CODECS))
+    def compact(self, codec: Codec) -> None:
+        self.store.compact(codec=codec)
         self.compacted = self.oracle.version
         assert self.store.stats()["events"]["total"] == len(self.oracle.alive)
 
@@ -325,7 +332,7 @@ class SmallStore:
         assert self.store.append(to_table(rows, self.store.schema)) == self.oracle.append(rows)
 
     def compact(self) -> None:
-        self.store.compact()
+        self.store.compact(codec=CODECS[self.random.integers(0, len(CODECS))])
         assert self.store.stats()["events"]["total"] == len(self.oracle.alive)
 
     def reopen(self) -> None:
