@@ -35,19 +35,19 @@ def compact(
                     continue
                 raise
             with opened as handle:
-                before = handle.stats()["events"]
+                before, in_log = handle.event_count, handle.uncompacted
                 handle.compact(engine, workers, memory_limit, codec=codec,  # type: ignore[arg-type]  # it checks
                                retention=retention if name == "events" else None,
                                progress=partial(progress, f"compact {name}"))
                 after = handle.stats()
-                stats[name] = {"moved": before["log"], "removed": before["total"] - after["events"]["total"],
+                stats[name] = {"moved": in_log, "removed": before - after["events"]["total"],
                                "expired_before": handle.expired_before, **after}
     if as_json:
         output.print_json(stats)
         return
     for name, facts in stats.items():
         output.results().print(
-            f"{name}: {output.count(facts['moved'])} rows moved into generation {facts['generation']}, "
+            f"{name}: {output.count(facts['moved'], 'row')} moved into generation {facts['generation']}, "
             f"{output.count(facts['events']['total'])} in all, {output.size(facts['bytes']['total'])}"
-            + (f"; {output.count(facts['removed'])} deleted or too old events removed" if facts["removed"] else ""),
+            + (f"; {output.count(facts['removed'], 'deleted or too old event')} removed" if facts["removed"] else ""),
             soft_wrap=True)

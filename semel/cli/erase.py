@@ -36,8 +36,8 @@ def erase(
     if as_json:
         output.print_json(report)
         return
-    rows = "".join(f"\n{path}: {output.count(count)} rows removed" for path, count in report["rows"].items())
-    output.results().print(f"erased {output.count(found)} of {output.count(len(set(known)))} users; generation "
+    rows = "".join(f"\n{path}: {output.count(count, 'row')} removed" for path, count in report["rows"].items())
+    output.results().print(f"erased {output.count(found)} of {output.count(len(set(known)), 'user')}; generation "
                            f"{report['generation']} is all there is{rows}", soft_wrap=True)
 
 

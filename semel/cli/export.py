@@ -28,5 +28,5 @@ def export(
         output.print_json({"store": str(store), "out": str(out), "format": format, **dataclasses.asdict(report)})
         return
     output.results().print(
-        f"{output.count(report.rows)} events of {output.count(report.users)} users at version {report.version}: "
-        f"{output.size(report.bytes)} in {output.count(report.files)} files of {out}", soft_wrap=True)
+        f"{output.count(report.rows, 'event')} of {output.count(report.users, 'user')} at version {report.version}: "
+        f"{output.size(report.bytes)} in {output.count(report.files, 'file')} of {out}", soft_wrap=True)

@@ -100,8 +100,8 @@ def ingest(
         return
     of = "of" if report.appended == report.events else f"({output.count(report.appended)} of them new); now"
     output.results().print(
-        f"{output.count(report.events)} events {of} {output.count(report.users)} users and "
-        f"{output.count(report.items)} items: {output.size(report.bytes)} in {store}, "
+        f"{output.count(report.events, 'event')} {of} {output.count(report.users, 'user')} and "
+        f"{output.count(report.items, 'item')}: {output.size(report.bytes)} in {store}, "
         f"{output.count(report.events_per_second)} events/s", soft_wrap=True)
 
 
@@ -232,7 +232,7 @@ def _kafka(url: str, store: Path, mapping: Mapping, options: Streaming, as_json:
         return
     left = f", {output.count(report.bad)} left out" if report.bad else ""
     output.results().print(
-        f"{output.count(report.events)} events of {output.count(report.messages)} messages{left}: {store} is at "
+        f"{output.count(report.events, 'event')} of {output.count(report.messages, 'message')}{left}: {store} is at "
         f"version {report.version}, {output.count(report.events_per_second)} events/s", soft_wrap=True)
 
 
@@ -244,7 +244,7 @@ def _fat_rows(names: Sequence[str], store: Path, mapping: Mapping,
     report, recovery = ingest_fat_rows([Path(name) for name in names], store, mapping.of_fat_rows(), progress)
     for note in report.notes:
         output.remark(f"note: {note}")
-    output.remark(f"{output.count(recovery.rows)} rows list {output.count(recovery.listed)} events, "
+    output.remark(f"{output.count(recovery.rows, 'row')}: {output.count(recovery.listed, 'event')}, "
                   f"{output.count(recovery.events)} of them distinct")
     return report, {"dataset": Path(names[0]).stem, "source": ", ".join(names), "licence": "your own data",
                     "fat_rows": dataclasses.asdict(recovery)}

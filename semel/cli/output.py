@@ -109,6 +109,6 @@ def size(number_of_bytes: float) -> str:
     return f"{value:.1f} TB"
 
 
-def count(number: float) -> str:
-    """1,234,567"""
-    return f"{number:,.0f}"
+def count(number: float, of: str = "") -> str:
+    """"1,234,567", or with what is counted: "1 row", "1,234,567 rows"."""
+    return f"{number:,.0f}" + (f" {of}" if of else "") + ("s" if of and number != 1 else "")

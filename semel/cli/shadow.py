@@ -70,7 +70,7 @@ def show(facts: dict[str, Any]) -> None:
               "yes" if cause in facts["explained"] else "no"]
              for cause, count in reversed(facts["causes"].items())]
     console = output.results()
-    console.print(output.table(f"{output.count(facts['rows'])} rows, last {output.count(facts['last'])} events",
+    console.print(output.table(f"{output.count(facts['rows'], 'row')}, last {output.count(facts['last'], 'event')}",
                                ["", "rows", "share", "events", "explained"], rows))
     for name, why in facts["unmatched"].items():
         console.print(f"column {name} was not compared: {why}", markup=False, soft_wrap=True)
@@ -78,7 +78,7 @@ def show(facts: dict[str, Any]) -> None:
         console.print(f"{one['cause']}: {one['file']}, row {one['row']}, user {one['user_id']!r}: {one['what']}",
                       markup=False, soft_wrap=True)
     verdict = "passed" if facts["passed"] else "not passed"
-    console.print(f"{verdict}: {output.count(facts['equal'])} of {output.count(facts['rows'])} rows are equal",
+    console.print(f"{verdict}: {output.count(facts['equal'])} of {output.count(facts['rows'], 'row')} equal",
                   soft_wrap=True)
 
 

@@ -40,8 +40,8 @@ def train(
         output.print_json(facts)
         return
     output.results().print(
-        f"{run.path}: {facts['epochs']} epochs, {output.count(facts['steps'])} steps in {facts['seconds']:.0f} s; "
-        f"{kept(facts)}", soft_wrap=True)
+        f"{run.path}: {output.count(facts['epochs'], 'epoch')}, {output.count(facts['steps'], 'step')} in "
+        f"{facts['seconds']:.0f} s; {kept(facts)}", soft_wrap=True)
 
 
 def kept(facts: dict[str, Any]) -> str:

@@ -97,18 +97,17 @@ def fill_store(store: Path, schema: EventSchema, pieces: Iterable[tuple[str, pa.
         if handle.schema != schema:
             raise ValueError(f"{work}: left by an ingest with another schema; remove it (rm -r {work})")
         _note_files(work, origin)
-        before = handle.stats()["events"]["total"]
+        before = handle.event_count
         appended, events, seen = _append(handle, pieces, origin.events, progress)
-        if handle.stats()["events"]["log"]:
+        if handle.uncompacted:
             if progress:
                 progress("compact events", 0, None)
             handle.compact()
-        version, known_users = handle.version, len(handle.keys())
-        total = handle.stats()["events"]["total"]
+        version, known_users, total = handle.version, handle.stats()["users"], handle.event_count
     catalogue_version, known_items = _catalogue(work / "catalogue", items, seen, progress, anew=new)
     seconds = time.perf_counter() - began
     if before and appended and not new:
-        origin.notes.append(f"{store} was there, with {before:,} events; {appended:,} joined them")
+        origin.notes.append(f"{store} was there; events before: {before:,}, joined them: {appended:,}")
     if users is not None:
         pq.write_table(users, work / "users.parquet", compression="zstd")
     _describe(work, origin, version, catalogue_version, events=total, users=known_users, items=known_items)
@@ -130,7 +129,7 @@ def _append(handle: HistoryStore, pieces: Iterable[tuple[str, pa.Table]], total:
             progress: Progress | None) -> tuple[int, int, pa.Array]:
     """(events appended now, events in all pieces, their distinct items)."""
     appended = events = 0
-    in_log = handle.stats()["events"]["log"]
+    in_log = handle.uncompacted
     seen: list[pa.Array] = []
     for token, piece in pieces:
         before = handle.version
@@ -184,11 +183,11 @@ def _catalogue(path: Path, features: Features | None, seen: pa.Array, progress: 
         rows = as_schema(catalogue_rows(None, pc.filter(seen, pc.invert(pc.is_in(seen, value_set=known)))), want)
         for low in range(0, rows.num_rows, CHUNK_ROWS):
             handle.append(rows.slice(low, CHUNK_ROWS))
-        if handle.stats()["events"]["log"]:
+        if handle.uncompacted:
             if progress:
                 progress("compact items", 0, None)
             handle.compact()
-        return handle.version, len(handle.keys())
+        return handle.version, handle.stats()["users"]
 
 
 def as_schema(rows: pa.Table, schema: pa.Schema) -> pa.Table:

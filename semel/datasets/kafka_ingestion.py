@@ -142,7 +142,7 @@ class _Run:
         topic.finish()
         seconds = time.monotonic() - began
         if topic.lost:
-            self.notes.append(f"up to {topic.lost:,} messages were gone from the broker before they were read")
+            self.notes.append(f"messages gone from the broker before they were read: up to {topic.lost:,}")
         if self._store is None:
             self.notes.append(f"no message of {topic.topic} could be stored, so no store was made")
         return KafkaReport(self.messages, self.events, self.bad, topic.lost, seconds, self.events / max(seconds, 1e-9),
@@ -196,7 +196,7 @@ class _Run:
         if self.bad <= SHOWN:
             self.notes.append(f"left out: {where}")
         if str(self.bad).strip("0") == "1":  # 1, 10, 100, ...: somebody should see it while it runs
-            log.warning("%d messages left out so far; the last: %s", self.bad, where)
+            log.warning("messages left out so far: %d; the last: %s", self.bad, where)
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class _Run:
         if (self.path / "catalogue" / "manifest.json").is_file():
             self._catalogue = self._open.enter_context(HistoryStore.open(self.path / "catalogue", mode="a"))
         self._reader = EventReader(self._store.schema, self.columns)
-        self._in_log = self._store.stats()["events"]["log"]
+        self._in_log = self._store.uncompacted
 
     def _add_items(self, items: pa.ChunkedArray) -> None:
         """Every item of an event is in the catalogue, if only by name, before its event is in the store."""
@@ -231,7 +231,7 @@ class _Run:
 
     def _compact(self) -> None:
         for store in (self._store, self._catalogue):
-            if store is not None and store.stats()["events"]["log"]:
+            if store is not None and store.uncompacted:
                 self.progress("compact", 0, None)
                 store.compact()
         self._in_log = 0

@@ -23,6 +23,7 @@ from semel.history.lookup import TIME_STEP
 from semel.history.objects import CONNECTIONS
 from semel.history.schema import EventSchema, Projection
 from semel.history.sharding import packed, shards_of
+from semel.history.tail import Tail
 
 _NO_LIMIT = 1 << 62
 
@@ -49,6 +50,19 @@ def select(view: View, schema: EventSchema, pointers: Pointers, projection: Proj
         view = replace(view, generation=generation)
         _fetch_tests(view, pointers, projection)
     return reading.select(view, schema, pointers, projection)
+
+
+def count_users(view: View) -> int:
+    """How many ``reading.keys`` there are. Those of the generation are known; of the log's each is looked up there."""
+    if view.deletions or view.compacted > view.version:
+        return len(reading.keys(view))
+    users, kept = view.tail.users(view.version), sum(view.generation.info["users"])
+    if not len(users) or not kept:
+        return kept + len(users)
+    schema = view.generation.schema
+    pointers = Pointers(users, np.array(np.iinfo(np.int64).max), np.array(view.version))
+    there = select(replace(view, tail=Tail.empty(schema)), schema, pointers, Projection((), last=1))
+    return kept + int(np.count_nonzero(there.count == 0))
 
 
 class _Users:

@@ -161,6 +161,17 @@ class HistoryStore:
         return self._view.generation.number
 
     @property
+    def event_count(self) -> int:
+        """Events in the store's files, as far as this handle sees, those included that are deleted but not compacted
+        yet. Looks at no event."""
+        return self._view.generation.rows + self.uncompacted
+
+    @property
+    def uncompacted(self) -> int:
+        """Those of them that lie in the log: what a compaction would move."""
+        return self._view.tail.rows
+
+    @property
     def expired_before(self) -> int:
         """Retention has taken events of an earlier ``event_time`` (microseconds); 0 where it took nothing."""
         return self._view.generation.expired_before
@@ -474,14 +485,16 @@ class HistoryStore:
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: version, generation, shards, users, events (``generation``, ``log``, ``total``), bytes on
-        disk (same keys). Events and bytes are those of the files, also through a frozen view."""
+        disk (same keys). Events and bytes are those of the files, also through a frozen view. Users take as long as the
+        log is (with deletions in it, or through a frozen view: as there are users); ``event_count`` and ``uncompacted``
+        take no time."""
         self._check_open()
         view = self._view
         log = self._storage.log_bytes()
         kept, recent = view.generation.rows, view.tail.rows
         return {
             "version": view.version, "generation": view.generation.number, "shards": len(view.generation.shards),
-            "users": len(self.keys()),
+            "users": self._again(_fetching().count_users),
             "events": {"generation": kept, "log": recent, "total": kept + recent},
             "bytes": {"generation": view.generation.nbytes, "log": log, "total": view.generation.nbytes + log},
             **self._storage.stats(),

@@ -30,7 +30,7 @@ def test_recover_shadow_export_and_ingest_again(semel, tmp_path, fat_rows):
     facts = json.loads(done(semel("shadow", fat_rows, tmp_path / "s", "--json")).stdout)
     assert facts["passed"] is True and (facts["rows"], facts["equal"], facts["last"]) == (3, 3, 2)
     table = done(semel("shadow", fat_rows, tmp_path / "s")).stdout
-    assert "passed: 3 of 3 rows are equal" in table and "truncation" in table
+    assert "passed: 3 of 3 rows equal" in table and "truncation" in table
     facts = json.loads(done(semel("export", tmp_path / "s", tmp_path / "out", "--json")).stdout)
     assert facts["rows"] == 3 and facts["files"] == len(list((tmp_path / "out").iterdir()))
     assert "3 events of 2 users" in done(semel("export", tmp_path / "s", tmp_path / "out2")).stdout
@@ -69,7 +69,7 @@ def test_files_of_one_ingest(semel, tmp_path):
     for name in ("b", "a"):
         (tmp_path / f"{name}.csv").write_text(f"user_id,item_id,event_time,x\n1,{name},1,2\n")
     result = done(semel("ingest", tmp_path / "b.csv", tmp_path / "a.csv", "--store", tmp_path / "s", "--column", "y=x"))
-    assert "2 events of 1 users and 2 items" in result.stdout
+    assert "2 events of 1 user and 2 items" in result.stdout
     with HistoryStore.open(tmp_path / "s") as store:
         found = store.read(store.point([1], as_of=9), Projection(("item_id", "y")))
         assert found.strings("item_id").tolist() == ["b", "a"], "in the order given"

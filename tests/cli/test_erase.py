@@ -24,7 +24,7 @@ def test_erase(semel, store, tmp_path):
     facts = json.loads(result.stdout)
     assert facts["users"] == 1 and list(facts["rows"].values()) == [1]
     result = semel("erase", store, "2")
-    assert result.exit_code == 0 and "erased 1 of 1 users" in result.stdout
+    assert result.exit_code == 0 and "erased 1 of 1 user;" in result.stdout
     with HistoryStore.open(store) as handle:
         assert handle.keys().tolist() == [3]
 

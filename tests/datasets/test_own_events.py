@@ -142,7 +142,7 @@ def test_again_appends_nothing_and_a_new_file_only_itself(tmp_path):
     parquet(folder / "2.parquet", events([1, 2], [2, 9], [2, 2]))
     report = ingest_files([folder], store)
     assert (report.events, report.appended, report.items) == (3, 2, 3)
-    assert any("was there, with 1 events; 2 joined them" in note for note in report.notes)
+    assert any("was there; events before: 1, joined them: 2" in note for note in report.notes)
     assert ingest_files([folder / "1.parquet"], store).appended == 0
     shutil.copytree(folder, tmp_path / "moved")
     assert ingest_files([tmp_path / "moved"], store).appended == 0, "the same bytes are the same events"

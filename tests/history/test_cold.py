@@ -53,7 +53,7 @@ def same(one: Any, other: Any) -> bool:
 def column_file(store: HistoryStore, name: str) -> tuple[Path, dict[str, int]]:
     generation = store._view.generation
     file = f"shard-0000/{name}"
-    return Path(generation.folder) / file, generation.info["files"][file]
+    return Path(generation.folder or "") / file, generation.info["files"][file]
 
 
 def test_columns_are_compressed_where_that_makes_them_smaller(stores: dict[str, Path]) -> None:

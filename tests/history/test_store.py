@@ -23,6 +23,7 @@ from semel.history import (
     StoreLocked,
     StoreNotFound,
     VersionNotVisible,
+    reading,
 )
 
 SCHEMA = EventSchema({"item_id": pa.int64(), "action": pa.dictionary(pa.int8(), pa.string())}, group="action")
@@ -360,8 +361,40 @@ def test_stats_and_verify(store: HistoryStore) -> None:
     stats = store.stats()
     assert stats["events"] == {"generation": 2, "log": 2, "total": 4} and stats["users"] == 3
     assert stats["version"] == 2 and stats["generation"] == 1 and stats["shards"] == 4
+    assert store.event_count == 4 and store.uncompacted == 2
     assert stats["bytes"]["total"] == stats["bytes"]["generation"] + stats["bytes"]["log"] > 0
     assert store.verify()["files"] > 10
+
+
+@pytest.mark.parametrize("strings", [False, True])
+def test_users_are_counted_like_they_are_listed(
+    tmp_path: Path, strings: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without listing them, unless something was deleted since or the view is frozen."""
+    def some(*numbers: int) -> pa.Table:
+        users = [f"u{n}" for n in numbers] if strings else numbers
+        return pa.table({"user_id": users, "event_time": numbers, "item_id": numbers})
+
+    listed: list[int] = []
+    keys = reading.keys
+    monkeypatch.setattr(reading, "keys", lambda view: listed.append(1) or keys(view))
+    schema = EventSchema({"item_id": pa.int64()}, pa.string() if strings else pa.int64())
+    with HistoryStore.create(tmp_path / "s", schema, shards=3) as store:
+        assert store.stats()["users"] == store.uncompacted == 0
+        for step, numbers in enumerate([(1, 2, 3, 2), (2, 4), (5, 6, 4), (7,)]):
+            store.append(some(*numbers))
+            assert store.stats()["users"] == max(numbers) and not listed
+            if step == 1:
+                store.read(store.point(["u1"] if strings else [1], 9), ITEMS)  # loads the log
+            if step == 2:
+                store.compact()
+                assert store.stats()["users"] == 6 and store.uncompacted == 0 and not listed
+        assert store.event_count == 10 and store.uncompacted == 1
+        frozen = HistoryStore.open(tmp_path / "s", at_version=2)
+        assert frozen.stats()["users"] == 4
+        store.delete(user_ids=["u1"] if strings else [1])
+        assert store.stats()["users"] == 6 == len(store.keys())
+        frozen.close()
 
 
 def test_lengths_are_those_of_read(store: HistoryStore) -> None:
