@@ -1,12 +1,16 @@
 """Reading histories: ``store.read``, packed and plain, against the raw numba gather (the limit) and fat rows.
 
-    python -m benchmarks.history [--users 20000] [--mean 500] [--json]
+    python -m benchmarks.history [--users 20000] [--mean 500] [--folder FOLDER] [--json]
 
-Log-normal lengths, 6 columns, requests drawn by event; the last 1,024 events of 2 columns; warm cache. Equal terms:
+Log-normal lengths, 6 columns, requests drawn by event; the last 1,024 events of 2 columns. First warm, on equal terms:
 first one thread each, on one core, then one a core each; all read batch after batch and keep none. The contestants take
 turns, the table shows medians. Fat rows: one Parquet (zstd) row a request, with the same two columns of the same
 events, read in the order of the file, columns projected. Bytes: against Parquet (zstd) of the same events sorted by
 user. Where DuckDB, Lance and RocksDB are installed they answer the first batch too, with the threads they choose.
+
+Then from the disk: the page cache is dropped, each opens its files anew and answers one batch, all cores; a generation
+of compressed columns too. The raw gather has its columns mapped; the offsets of its users are in memory. Where the
+system says how much it has read from the disk, that is shown: nothing, if FOLDER is a tmpfs.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +34,7 @@ import pyarrow.parquet as pq
 
 from benchmarks import other_stores
 from benchmarks.command import run_and_show
+from benchmarks.page_cache import cold_medians
 from semel.batch import offsets_of
 from semel.history import EventSchema, HistoryStore, Pointers, Projection, parallel
 
@@ -149,6 +155,41 @@ def race(store: HistoryStore, plain: HistoryStore, arrays: Any, fat: Path, batch
         }, seconds)
 
 
+def from_the_disk(folder: Path, others: dict[str, other_stores.Stored], arrays: Any, batch: Pointers, rounds: int,
+                  ) -> dict[str, dict[str, float]]:
+    """``cold_medians`` of one batch, answered by files in ``folder`` that are opened anew each time."""
+    limit, threads = folder / "limit", parallel.cores()
+    limit.mkdir()
+    for name, array in zip(("times", "items", "watch"), arrays[1:], strict=True):
+        np.save(limit / name, array)
+
+    def gather() -> Any:
+        mapped = [np.load(limit / f"{name}.npy", mmap_mode="r") for name in ("times", "items", "watch")]
+        with ThreadPoolExecutor(threads) as pool:
+            return gather_shared(pool, threads, (arrays[0], *mapped), batch)
+
+    def ours(path: Path) -> Any:
+        with HistoryStore.open(path, cache_folder=folder / "blocks") as store:
+            return store.read(batch, PROJECTION)
+
+    def fat_rows() -> int:
+        part = next(pq.ParquetFile(folder / "fat.parquet").iter_batches(BATCH, columns=list(PROJECTION.columns)))
+        return sum(len(part.column(name).values.to_numpy()) for name in PROJECTION.columns)
+
+    def other(stored: other_stores.Stored) -> Any:
+        with stored.open() as read:
+            return read(batch)
+
+    contestants = {
+        "raw numba gather (limit)": (limit, gather),
+        **{f"store.read, {codec}": (folder / codec, partial(ours, folder / codec))
+           for codec in ("packed", "plain", "cold")},
+        "fat-row Parquet, its first rows": (folder / "fat.parquet", fat_rows),
+        **{name: (stored.path, partial(other, stored)) for name, stored in others.items()},
+    }
+    return cold_medians(contestants, rounds)
+
+
 def one_by_one(store: HistoryStore, users: np.ndarray, as_of: int, count: int = 3000) -> dict[str, float]:
     times = []
     for user in users[:count]:
@@ -168,8 +209,12 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
             log.append(events.slice(at, 250_000))
         append_seconds = time.perf_counter() - start
     shutil.copytree(folder / "plain", folder / "packed")
+    shutil.copytree(folder / "plain", folder / "cold")
     plain, store = (HistoryStore.open(folder / name, mode="a") for name in ("plain", "packed"))
     plain.compact(codec="plain")
+    with HistoryStore.open(folder / "cold", mode="a") as cold:
+        cold.compact(codec="cold")
+        cold_bytes = cold.stats()["bytes"]["generation"]
     start = time.perf_counter()
     store.compact()
     compact_seconds = time.perf_counter() - start
@@ -192,9 +237,11 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
     by_user = events.take(pa.array(order))
     pq.write_table(by_user, folder / "events.parquet", compression="zstd")
     others = other_stores.available(by_user, arrays[0], folder, LAST)
-    for reader in others.values():
-        other_stores.agree(reader, batches[0], limit)
-    other_times = medians({name: partial(reader, batches[0]) for name, reader in others.items()}, seconds)
+    with ExitStack() as opened:
+        readers = {name: opened.enter_context(stored.open()) for name, stored in others.items()}
+        for name, reader in readers.items():
+            other_stores.agree(name, reader(batches[0]), limit)
+        other_times = medians({name: partial(reader, batches[0]) for name, reader in readers.items()}, seconds)
 
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     most = parallel.cores()
@@ -203,7 +250,7 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
         if cores:  # also what tells the store how many threads it may use
             os.sched_setaffinity(0, cores[-used:])
         races[used] = race(store, plain, arrays, fat, batches, used, seconds)
-        races[used]["store.lengths"] = medians({"": lambda: store.lengths(pointers, PROJECTION)}, 0.5)[""]
+        races[used]["store.lengths"] = medians({"": partial(store.lengths, pointers, PROJECTION)}, 0.5)[""]
     stats, plain_stats = store.stats(), plain.stats()
     plain.close()
     visited = random.choice(user, 3000)
@@ -223,8 +270,11 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
     for _ in range(20):
         store.append(thousand)
     append_thousand = (time.perf_counter() - start) / 20
+    store.compact()
     store.close()
+    del store, plain  # what they have mapped stays in memory
     fat_bytes = fat.stat().st_size
+    disk = from_the_disk(folder, others, arrays, batches[0], rounds=5)
     return {
         "events": events.num_rows, "users": users, "requests": requests, "last": LAST, "columns": 2,
         "mean_length_read": round(float(lengths.mean()), 1), "cpus": os.cpu_count(),
@@ -240,6 +290,8 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
         "store_over_best_other": round(
             min(other_times.values()) / len(batches[0]) / races[most]["store.read, packed"] * requests, 1)
         if other_times else None,
+        "from_the_disk": {name: {"sequences_per_second": round(len(batches[0]) / figures["seconds"]),
+                                 "disk_mb": round(figures["disk_bytes"] / 1e6, 1)} for name, figures in disk.items()},
         "one_pointer": alone,
         "append_events_per_second": round(events.num_rows / append_seconds),
         "append_1000_events_per_second": round(1000 / append_thousand),
@@ -248,6 +300,7 @@ def run(users: int, mean: int, requests: int, seconds: float, folder: Path) -> d
         "bytes_per_event": {
             "packed": round(stats["bytes"]["generation"] / events.num_rows, 2),
             "plain": round(plain_stats["bytes"]["generation"] / events.num_rows, 2),
+            "cold": round(cold_bytes / events.num_rows, 2),
             "Parquet (zstd) sorted by user": round((folder / "events.parquet").stat().st_size / events.num_rows, 2),
         },
         "bytes_per_request": {"pointer": 24, "fat row": round(fat_bytes / requests, 1)},
@@ -268,6 +321,8 @@ def show(result: dict[str, Any]) -> None:
                  (f"store.lengths, {terms}", f"{figures['lengths_per_second']:,} pointers/s")]
     rows += [(name, f"{value:,} sequences/s") for name, value in result["other_stores"].items()]
     rows += [("packed / best of the other stores", result["store_over_best_other"] or "none is installed")]
+    rows += [(f"{name}, from the disk", f"{value['sequences_per_second']:,} sequences/s, {value['disk_mb']:,} MB read")
+             for name, value in result["from_the_disk"].items()]
     rows += [(f"one pointer, {name}", f"p50 {value['p50_us']} us, p99 {value['p99_us']} us")
              for name, value in result["one_pointer"].items()]
     rows += [("append, batches of 250,000", f"{result['append_events_per_second']:,} events/s"),
@@ -288,10 +343,11 @@ def main() -> None:
     parser.add_argument("--mean", type=int, default=500, help="events a user")
     parser.add_argument("--requests", type=int, default=16_384)
     parser.add_argument("--seconds", type=float, default=8.0, help="how long the contestants take turns")
+    parser.add_argument("--folder", type=Path, help="where the files go for the time (on a disk, not a tmpfs)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     run_and_show(lambda folder: run(options.users, options.mean, options.requests, options.seconds, folder),
-                 show, options.json)
+                 show, options.json, options.folder)
 
 
 if __name__ == "__main__":

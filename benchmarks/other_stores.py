@@ -2,14 +2,18 @@
 installed (``pip install duckdb pylance rocksdict``); none is needed by Semel.
 
 Each holds the same sorted events and answers the same question: the last ``last`` events before ``as_of`` of two
-columns, as (offsets [P + 1], item_id, watch_time) in the order of the pointers.
+columns, as (offsets [P + 1], item_id, watch_time) in the order of the pointers. ``Stored.open`` opens it anew, a
+context that gives its reader, so that a first read from the disk can be timed too.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,58 +28,79 @@ Reader: TypeAlias = Callable[[Pointers], Answer]
 STRIPE = 256
 
 
-def available(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> dict[str, Reader]:
-    """Readers by name. ``events`` sorted by (user, event_time), users 0 .. U - 1 at ``offsets`` [U + 1]."""
+@dataclass(frozen=True)
+class Stored:
+    """Events in ``path``, a file or a folder."""
+
+    path: Path
+    open: Callable[[], AbstractContextManager[Reader]]
+
+
+def available(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> dict[str, Stored]:
+    """By name. ``events`` sorted by (user, event_time), users 0 .. U - 1 at ``offsets`` [U + 1]."""
     makers = {"duckdb": ("DuckDB over Parquet", duckdb), "lance": ("Lance take", lance),
               "rocksdict": ("RocksDB stripes", rocksdb)}
     return {name: make(events, offsets, folder, last) for module, (name, make) in makers.items()
             if importlib.util.find_spec(module) is not None}
 
 
-def duckdb(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> Reader:
+def duckdb(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> Stored:
     import duckdb as database
 
     path = folder / "duckdb.parquet"
     pq.write_table(events.select(["user_id", "event_time", "item_id", "watch_time"]), path, compression="zstd")
-    connection = database.connect()
+    @contextmanager
+    def opened() -> Iterator[Reader]:
+        with database.connect() as connection:
+            def read(pointers: Pointers) -> Answer:
+                asked = pa.table({"request": np.arange(len(pointers)), "user_id": pointers.user_id,
+                                  "as_of": pointers.as_of})
+                connection.register("asked", asked)
+                found = connection.execute(f"""
+                    select request, item_id, watch_time from (
+                        select request, event_time, item_id, watch_time,
+                               row_number() over (partition by request order by event_time desc) as place
+                        from asked join '{path}' as events using (user_id) where event_time < as_of)
+                    where place <= {last} order by request, event_time""").to_arrow_table()
+                count = np.bincount(found["request"].to_numpy(), minlength=len(pointers))
+                return offsets_of(count), found["item_id"].to_numpy(), found["watch_time"].to_numpy()
 
-    def read(pointers: Pointers) -> Answer:
-        asked = pa.table({"request": np.arange(len(pointers)), "user_id": pointers.user_id, "as_of": pointers.as_of})
-        connection.register("asked", asked)
-        found = connection.execute(f"""
-            select request, item_id, watch_time from (
-                select request, event_time, item_id, watch_time,
-                       row_number() over (partition by request order by event_time desc) as place
-                from asked join '{path}' as events using (user_id) where event_time < as_of)
-            where place <= {last} order by request, event_time""").to_arrow_table()
-        count = np.bincount(found["request"].to_numpy(), minlength=len(pointers))
-        return offsets_of(count), found["item_id"].to_numpy(), found["watch_time"].to_numpy()
+            yield read
 
-    return read
+    return Stored(path, opened)
 
 
-def lance(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> Reader:
+def lance(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> Stored:
+    """The search for rows is done on times in memory, as Lance has none."""
     import lance as format
 
-    dataset = format.write_dataset(events, str(folder / "events.lance"))
+    path = folder / "events.lance"
+    format.write_dataset(events, str(path))
     times = events["event_time"].to_numpy()
 
-    def read(pointers: Pointers) -> Answer:
-        begin, end = ranges(pointers, offsets, times, last)
-        rows, out = expand_rows(np.stack([begin, end], 1).ravel(), np.arange(0, 2 * len(begin), 2))
-        unique, inverse = np.unique(rows, return_inverse=True)  # take answers sorted, distinct rows fastest
-        found = dataset.take(unique, columns=["item_id", "watch_time"])
-        return out, found["item_id"].to_numpy()[inverse], found["watch_time"].to_numpy()[inverse]
+    @contextmanager
+    def opened() -> Iterator[Reader]:
+        dataset = format.dataset(str(path))
 
-    return read
+        def read(pointers: Pointers) -> Answer:
+            begin, end = ranges(pointers, offsets, times, last)
+            rows, out = expand_rows(np.stack([begin, end], 1).ravel(), np.arange(0, 2 * len(begin), 2))
+            unique, inverse = np.unique(rows, return_inverse=True)  # take answers sorted, distinct rows fastest
+            found = dataset.take(unique, columns=["item_id", "watch_time"])
+            return out, found["item_id"].to_numpy()[inverse], found["watch_time"].to_numpy()[inverse]
+
+        yield read
+
+    return Stored(path, opened)
 
 
-def rocksdb(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> Reader:
+def rocksdb(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> Stored:
     import rocksdict
 
     options = rocksdict.Options(raw_mode=True)
     options.set_compression_type(rocksdict.DBCompressionType.lz4())
-    store = rocksdict.Rdict(str(folder / "rocksdb"), options)
+    path = folder / "rocksdb"
+    store = rocksdict.Rdict(str(path), options)
     stripe = np.dtype([("event_time", "<i8"), ("item_id", "<i8"), ("watch_time", "<f4")])
     packed = np.empty(events.num_rows, stripe)
     for name in stripe.names or ():
@@ -84,8 +109,9 @@ def rocksdb(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> R
         for number, at in enumerate(range(offsets[user], offsets[user + 1], STRIPE)):
             store[struct.pack(">qi", user, number)] = packed[at : min(at + STRIPE, offsets[user + 1])].tobytes()
     store.flush()
+    store.close()
 
-    def read(pointers: Pointers) -> Answer:
+    def read(store: rocksdict.Rdict, pointers: Pointers) -> Answer:
         parts, count = [], []
         for user, as_of in zip(pointers.user_id.tolist(), pointers.as_of.tolist(), strict=True):
             size = offsets[user + 1] - offsets[user]
@@ -105,7 +131,15 @@ def rocksdb(events: pa.Table, offsets: np.ndarray, folder: Path, last: int) -> R
         found = np.concatenate(parts)
         return offsets_of(count), found["item_id"].copy(), found["watch_time"].copy()
 
-    return read
+    @contextmanager
+    def opened() -> Iterator[Reader]:
+        store = rocksdict.Rdict(str(path), options)
+        try:
+            yield partial(read, store)
+        finally:
+            store.close()
+
+    return Stored(path, opened)
 
 
 def ranges(pointers: Pointers, offsets: np.ndarray, times: np.ndarray, last: int) -> tuple[np.ndarray, np.ndarray]:
@@ -118,7 +152,7 @@ def ranges(pointers: Pointers, offsets: np.ndarray, times: np.ndarray, last: int
     return begin, end
 
 
-def agree(reader: Reader, pointers: Pointers, expected: Any) -> None:
-    """Raises AssertionError unless ``reader`` gives ``expected`` [offsets, item_id, watch_time]."""
-    for got, want in zip(reader(pointers), expected, strict=True):
-        assert np.array_equal(got, want), f"{reader.__qualname__} disagrees"
+def agree(name: str, answer: Answer, expected: Any) -> None:
+    """Raises AssertionError unless ``answer`` is ``expected`` [offsets, item_id, watch_time]."""
+    for got, want in zip(answer, expected, strict=True):
+        assert np.array_equal(got, want), f"{name} disagrees"
