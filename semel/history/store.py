@@ -297,7 +297,8 @@ class HistoryStore:
         return self._again(lambda view: function(view, view.generation.schema, pointers, projection))
 
     def _check_compacted(self, view: View, newest: int) -> None:
-        if newest > view.compacted:
+        first = [place.first for place in view.tail.ranges[:1]] + [d.version for d in view.deletions.deletions[:1]]
+        if newest >= min(first, default=newest + 1):  # of the log; a version without events takes nothing away
             raise NotCompacted(f"versions {view.compacted + 1} to {newest} of {self.path} are not compacted yet "
                                f"(generation {view.generation.number} holds versions up to {view.compacted}); compact "
                                "the store first, or take pointers up to there")
@@ -383,12 +384,13 @@ class HistoryStore:
         with self._compacting:
             with self._follower.moving:
                 writer.check()
-                if (self._follower.manifest.compacted_version == self.version and forget is None and added is None
-                        and expire_before <= self._view.generation.oldest
-                        and self._view.generation.codec in (codec, None)):
-                    return self.generation
-                writer.seal()
                 view, tokens = self._view, dict(writer.tokens)
+                new = view.tail.rows or view.deletions or any(version > view.compacted for version in tokens.values())
+                if (not new and forget is None and added is None and expire_before <= view.generation.oldest
+                        and view.generation.codec in (codec, None)):
+                    return self.generation  # also where the log has a version without events, of an added column
+                writer.seal()
+                view = self._view
             number = view.generation.number + 1
             change = Change(Scrubbing(view.deletions, max(expire_before, 0), *(() if forget is None else (forget,))),
                             added)

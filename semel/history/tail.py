@@ -153,7 +153,7 @@ class Events:
             if self.arena is not None:
                 self.arena.rows = rows  # what an append that was broken off left there does not count
                 self.arena.append(batch, versions)
-            self.ranges, self.rows = extended(ranges, place), rows + batch.num_rows
+            self.ranges, self.rows = extended(ranges, place) if batch.num_rows else ranges, rows + batch.num_rows
 
     def load(self) -> Arena:
         """The arena, filled now if it is not there yet. Raises CorruptFile, GenerationGone."""

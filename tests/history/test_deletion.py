@@ -20,6 +20,7 @@ from semel.batch import Pointers
 from semel.history import (
     EventSchema,
     HistoryStore,
+    NotCompacted,
     Projection,
     SegmentWriter,
     Status,
@@ -456,6 +457,24 @@ def test_a_frozen_view_learns_of_deletions_when_it_refreshes(store):
         store.erase([NEEDLE])
         assert view.refresh() == version
         assert items(view, pointers) == ([[], [2, 5]], ["UNKNOWN_USER", "OK"])
+
+
+def test_the_version_of_an_added_column_is_nothing_to_compact(store):
+    added = store.add_column("n", pa.int32())
+    generation, path = store.generation, store.path
+    assert store.version == added and store.compact() == generation
+    pointers = store.point(["b"], 100)
+    for handle in (store, HistoryStore.open(path)):
+        read = handle.read(pointers, Projection(("item_id", "n")), require_compacted=True)
+        assert read["item_id"][0].tolist() == [2, 5]
+    store.append(events(("b", 20, 6, None)), token="t")
+    assert store.read(pointers, ALL, require_compacted=True)["item_id"][0].tolist() == [2, 5]
+    with pytest.raises(NotCompacted, match=f"versions {added} to {added + 1} "):
+        store.read(store.point(["b"], 100), ALL, require_compacted=True)
+    assert store.compact() == generation + 1
+    assert store.append(SCHEMA.arrow.empty_table(), token="empty") == added + 2
+    assert store.compact() == generation + 2 and store.compact() == generation + 2  # a token is to be kept
+    assert store.append(events(("b", 1, 1, None)), token="empty") == added + 2
 
 
 def test_a_column_is_added_once(store):
