@@ -33,6 +33,11 @@ class AddedColumn:
         if self._fill is not None and not callable(self._fill):
             raise ValueError(f"backfill must be a function, a pyarrow.Table or None, got {type(backfill).__name__}")
 
+    def row_bytes(self, schema: EventSchema) -> int:
+        """Bytes that ``values`` takes for a row of a shard: its own, and all other columns where it computes them."""
+        own = self.column.dtype.itemsize * int(np.prod(self.column.shape)) + 1
+        return own if self._fill is None else own + 16 + sum(schema.widths)
+
     def values(self, users: np.ndarray | list[bytes], offsets: np.ndarray, column: Callable[[str], Values]) -> Values:
         """([rows, ...] values, [rows] validity or empty) of a bucket: ``users`` [U], ``offsets`` [U + 1] of their rows,
         ``column(name)`` the other columns."""

@@ -153,6 +153,10 @@ class Change:
     scrubbing: Scrubbing
     added: AddedColumn | None = None
 
+    def row_bytes(self, schema: EventSchema) -> int:
+        """Bytes that this takes in memory for a shard's row at a time."""
+        return max(self.scrubbing.row_bytes(schema), 0 if self.added is None else self.added.row_bytes(schema))
+
 
 def compact_shard(folder: Path, schema: EventSchema, codec: Codec, old: Shard, new: NewRows, change: Change,
                   ) -> WrittenShard:

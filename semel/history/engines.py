@@ -64,7 +64,8 @@ def write_shards_here(folder: Path, view: View, codec: Codec, workers: int, limi
         new = partition.shards()
         free = limit - partition.nbytes
         # A ``Shard`` of its own each time: mapped files are let go of when it is done.
-        jobs = [(check_fits(Shard(old, rows.shard), rows, free),
+        also = change.row_bytes(schema)
+        jobs = [(check_fits(Shard(old, rows.shard), rows, free, also),
                  lambda rows=rows: compact_shard(folder, schema, codec, Shard(old, rows.shard), rows, change))
                 for rows in new]
         if workers == 1 or tail.rows + old.rows < SERIAL_ROWS:

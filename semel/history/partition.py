@@ -272,23 +272,19 @@ class Partition:
 
 def row_bytes(schema: EventSchema) -> int:
     """Of an event in memory, key, times and version included."""
-    return 24 + sum(width(schema))
+    return 24 + sum(schema.widths)
 
 
-def width(schema: EventSchema) -> list[int]:
-    """Bytes of a row of each column, its validity included."""
-    return [column.dtype.itemsize * int(np.prod(column.shape)) + 1 for column in schema.layout.values()]
-
-
-def check_fits(old: Shard, new: ShardRows, free: int) -> int:
-    """About how many bytes ``compaction.compact_shard`` allocates at a time. Raises StoreError for more than ``free``
-    ones."""
+def check_fits(old: Shard, new: ShardRows, free: int, also: int = 0) -> int:
+    """About how many bytes ``compaction.compact_shard`` allocates at a time, ``also`` of them for each row by what it
+    does beside moving rows (``Change.row_bytes``). Raises StoreError for more than ``free`` ones."""
     widest = pieces = 0
     for column in new.schema.layout.values():
         values = int(np.prod(column.shape))
         widest = max(widest, values * column.dtype.itemsize)
         pieces = max(pieces, values * min(old.rows + new.rows, piece_rows(column.shape)))
     need = old.rows * _A_ROW + new.rows * max(_A_ROW, _KEPT + widest) + pieces * _PACKING + old.nbytes
+    need += (old.rows + new.rows) * also
     if new.schema.string_keys:
         need += _STRING * (old.user_count + new.names)
     if need > free:

@@ -88,7 +88,7 @@ class Work:
         old = Shard(Generation(self.folder, self.number, self.schema, self.shards, self.seal), index)
         names = sum(chunk.name_sizes.rows(index) for chunk in chunks if chunk.name_sizes is not None)
         new = ShardRows(self.schema, index, chunks, names)
-        check_fits(old, new, self.limit)
+        check_fits(old, new, self.limit, self.change.row_bytes(self.schema))
         written = compact_shard(self.building, self.schema, self.codec, old, new, self.change)
         sync_files(self.building / file for file in written.files)  # by the machine that wrote them
         return pa.table({"written": [json.dumps(asdict(written))]})

@@ -146,6 +146,11 @@ class EventSchema:
     layout: dict[str, Column] = field(init=False, repr=False, compare=False)
 
     @cached_property
+    def widths(self) -> list[int]:
+        """Bytes of a row of each column, its validity included."""
+        return [column.dtype.itemsize * int(np.prod(column.shape)) + 1 for column in self.layout.values()]
+
+    @cached_property
     def string_keys(self) -> bool:
         return pa.types.is_string(self.user_id)
 

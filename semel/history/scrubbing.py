@@ -12,8 +12,10 @@ from semel.batch import expand_rows
 from semel.history.deletions import Deletions, Place, matching
 from semel.history.generation import Generation
 from semel.history.marks import NEVER, Marks
+from semel.history.schema import EventSchema
 
 _NONE = np.empty(0, np.int64)
+_A_ROW = 50  # bytes: whose it is, what of that user is gone, flags; times, versions and places of the rows that stay
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,13 @@ class Scrubbing:
 
     def __bool__(self) -> bool:
         return bool(self.deletions) or self.expire_before > 0
+
+    def row_bytes(self, schema: EventSchema) -> int:
+        """Bytes that ``keep`` takes for a row of a shard, of which it may look at one column at a time."""
+        if not self:
+            return 0
+        by_columns = any(deletion.events is not None for deletion in self.deletions.deletions)
+        return _A_ROW + (2 * max(schema.widths, default=0) if by_columns else 0)
 
     def keep(self, users: np.ndarray | list[bytes], offsets: np.ndarray, times: np.ndarray, versions: np.ndarray,
              column: Callable[[str], tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, Marks]:

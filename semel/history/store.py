@@ -451,9 +451,9 @@ class HistoryStore:
         ``event_time``, the other columns) and returns as many values; or a table that holds the new column beside one
         or more of those columns, by which an event finds its value (null where it has none). None: null. Older pointers
         read null all the same, unless their projection says ``allow_backfill``; events that arrive meanwhile have null.
-        Appends need not have the column. ``workers`` and ``memory_limit`` as for ``compact``, beside one shard's
-        columns where it is filled. Raises ValueError for a name, type or values that do not fit; nothing has changed
-        then.
+        Appends need not have the column. ``workers`` and ``memory_limit`` as for ``compact``; where it is
+        filled, a shard takes its columns in memory beside, which counts. Raises ValueError for a name, type or values
+        that do not fit, StoreError where a shard does not fit into the limit; nothing has changed then.
         """
         from semel.history.backfill import AddedColumn
 

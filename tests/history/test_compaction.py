@@ -280,6 +280,22 @@ def test_a_shard_that_does_not_fit(tmp_path: Path) -> None:
         assert store.compact(memory_limit="400 kB") == 1 and items(store) == list(range(3001))
 
 
+def test_what_a_compaction_does_beside_counts(tmp_path: Path) -> None:
+    """Filling a column and leaving events out take memory too."""
+    with HistoryStore.create(tmp_path / "s", PLAIN, shards=1) as store:
+        store.append(table(*range(3000)))
+        store.compact(memory_limit="400 kB")
+        with pytest.raises(StoreError, match="shard 0 takes about"):
+            store.add_column("n", pa.list_(pa.float32(), 30), lambda rows: [[0.0] * 30] * rows.num_rows,
+                             memory_limit="400 kB")
+        assert "n" not in store.schema.columns and store.version == 1
+        store.delete(events=table(5).select(["user_id", "event_time"]))
+        with pytest.raises(StoreError, match="shard 0 takes about"):
+            store.compact(memory_limit="400 kB")
+        store.compact(memory_limit="700 kB")
+        assert items(store) == [n for n in range(3000) if n != 5]
+
+
 @pytest.mark.parametrize(("options", "words"), [
     ({"engine": "spark"}, "'spark' is none of local, ray"), ({"workers": 0}, "workers must be at least 1, got 0"),
     ({"workers": 1.5}, r"got 1\.5"), ({"workers": True}, "got True"),
