@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from semel.datasets.dataset import Dataset, Progress
 from semel.history import EventSchema, HistoryStore
-from semel.history.files import whole_folder
+from semel.history.durable import whole_folder
 
 CHUNK_ROWS = 100_000
 CATALOGUE_SHARDS = 1

@@ -22,7 +22,7 @@ from semel.datasets.json_messages import EventReader, NoTimeUnit, Row, infer_sch
 from semel.datasets.kafka_topic import KafkaTopic, Message, log
 from semel.datasets.table import EventColumns
 from semel.history import EventSchema, HistoryStore, Projection
-from semel.history.files import whole_folder
+from semel.history.durable import whole_folder
 from semel.history.schema import type_name
 
 ON_BAD = ("stop", "skip")

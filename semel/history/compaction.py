@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from semel.history import gather, grouping
+from semel.history.arrays import bits, frozen
 from semel.history.backfill import AddedColumn
 from semel.history.generation import NO_VALIDITY, Codec, Shard, WrittenShard, piece_rows, write_shard
 from semel.history.schema import EventSchema
 from semel.history.scrubbing import Scrubbing
-from semel.history.tail import bits, frozen
 
 if TYPE_CHECKING:
     from semel.history.packing import Packed

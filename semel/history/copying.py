@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from semel.history import gather, parallel
+from semel.history.arrays import bits, frozen
 from semel.history.following import View
 from semel.history.packing import Packed
-from semel.history.tail import bits, frozen
 
 SERIAL_VALUES = 1 << 17
 """A read of fewer values is done before a second thread has begun."""

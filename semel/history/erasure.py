@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from semel.history.durable import sync_folder
 from semel.history.errors import StoreError, StoreLocked
-from semel.history.files import sync_folder
 from semel.history.log import MAGIC, SegmentWriter, read_segments
 from semel.history.manifest import NAME as MANIFEST
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from semel.batch import JaggedTable, Pointers
-from semel.history.files import whole_folder
+from semel.history.durable import whole_folder
 from semel.history.schema import EventSchema, Projection, from_numpy, numpy_dtype
 from semel.history.store import HistoryStore
 

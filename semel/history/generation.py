@@ -11,20 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from semel.history.durable import dump_json, parse_json, replace_file, sync_files
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
-from semel.history.files import (
-    Codec,
-    checked,
-    dump_json,
-    map_column,
-    parse_json,
-    replace_file,
-    split_strings,
-    sync_files,
-    write_array,
-    write_pieces,
-    write_strings,
-)
+from semel.history.files import Codec, checked, map_column, split_strings, write_array, write_pieces, write_strings
 from semel.history.lookup import TIME_STEP, Lookup
 from semel.history.marks import NEVER, Marks
 from semel.history.schema import EventSchema

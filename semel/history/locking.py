@@ -13,8 +13,8 @@ import zlib
 from functools import cache
 from pathlib import Path
 
+from semel.history.durable import sync
 from semel.history.errors import CorruptFile, StoreLocked, WriterFenced
-from semel.history.files import sync
 
 _OWNER = "{pid:<10} {nonce} {boot:<36}\n"  # of one length, so that a new owner is written over the old one at once
 _MARK = "{segment:010d} {size:020d} {crc:08x}\n"

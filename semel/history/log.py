@@ -21,8 +21,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from semel.history.durable import sync, sync_folder
 from semel.history.errors import CorruptFile, StoreError, StoreLocked
-from semel.history.files import sync, sync_folder
 
 MAGIC = b"SEMELLOG"
 FORMAT = 1

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from semel.history.durable import dump_json, parse_json, replace_file
 from semel.history.errors import CorruptFile, StoreError, StoreNotFound
-from semel.history.files import dump_json, parse_json, replace_file
 from semel.history.schema import EventSchema
 
 MAGIC = "semel-history"

@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from semel.history import block_cache
 from semel.history.block_cache import BlockCache, CachedFiles
+from semel.history.durable import parse_json
 from semel.history.errors import (
     CorruptFile,
     GenerationGone,
@@ -33,7 +34,6 @@ from semel.history.errors import (
     StoreNotFound,
     WriterFenced,
 )
-from semel.history.files import parse_json
 from semel.history.generation import NAME as GENERATION_NAME
 from semel.history.generation import Generation
 from semel.history.leases import Lease

@@ -19,13 +19,14 @@ import numpy as np
 import pyarrow as pa
 
 from semel.history import grouping
+from semel.history.arrays import bits, frozen
 from semel.history.distinct import Distinct
 from semel.history.errors import StoreError
 from semel.history.files import split_strings
 from semel.history.generation import NO_VALIDITY, Shard, piece_rows
 from semel.history.schema import EventSchema
 from semel.history.sharding import packed, shards_of
-from semel.history.tail import Arena, bits, frozen
+from semel.history.tail import Arena
 
 IN_MEMORY, CHUNK = 4, 16  # this part of the limit may hold chunks, and this part is the size of one
 LEAST_ROWS = 64  # of a chunk, however small the limit

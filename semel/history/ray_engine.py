@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from semel.history.compaction import Change, compact_shard
+from semel.history.durable import sync_files
 from semel.history.errors import StoreError
-from semel.history.files import sync_files
 from semel.history.following import View
 from semel.history.generation import Codec, Generation, Shard, WrittenShard, shard_file
 from semel.history.log import single_batch

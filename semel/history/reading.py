@@ -9,6 +9,7 @@ import numpy as np
 
 from semel.batch import JaggedTable, Pointers
 from semel.history import cutting, gather, parallel
+from semel.history.arrays import frozen
 from semel.history.copying import Part, Selection, copy_columns
 from semel.history.deletions import IN_TAIL
 from semel.history.following import View
@@ -16,7 +17,7 @@ from semel.history.generation import NO_VALIDITY
 from semel.history.packing import Packed
 from semel.history.schema import RESERVED, EventSchema, Projection, Status
 from semel.history.sharding import packed
-from semel.history.tail import LEVELS, frozen
+from semel.history.tail import LEVELS
 
 SERIAL_POINTERS = 1 << 12
 """The rows of fewer pointers are found before a second thread has begun."""

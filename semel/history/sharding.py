@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from semel.history import gather
-from semel.history.tail import frozen
+from semel.history.arrays import frozen
 
 
 def shards_of(keys: np.ndarray | list[bytes], shards: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from semel.history.arrays import bits, frozen
 from semel.history.errors import CorruptFile
 from semel.history.ranges import Range, extended
 from semel.history.schema import EventSchema, to_numpy
@@ -49,18 +50,6 @@ class Run:
         offsets = np.concatenate(([0], edges, [len(keys)])).astype(np.int64) if len(keys) else np.zeros(1, np.int64)
         first = np.minimum.reduceat(versions[order], offsets[:-1]) if len(keys) else versions
         return cls.of(keys[offsets[:-1]], offsets, order + start, times[order], first)
-
-
-def frozen(array: np.ndarray) -> np.ndarray:
-    """A read-only view: kernels are compiled for read-only inputs (mapped files are), and nobody may write them."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    """The values, flat, as unsigned integers, so that kernels are compiled once a width and not once a dtype."""
-    return array.reshape(-1).view(f"u{array.dtype.itemsize}")
 
 
 _NOTHING = np.empty(0, np.int64)

@@ -469,7 +469,7 @@ def test_real_ratings(shared_data: Path, tmp_path: Path) -> None:
 def test_formats_of_another_time_are_refused(store: HistoryStore, tmp_path: Path) -> None:
     import json
 
-    from semel.history.files import dump_json
+    from semel.history.durable import dump_json
 
     store.append(events((1, 1, 1)))
     store.close()

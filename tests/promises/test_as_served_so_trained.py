@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from semel.batch import JaggedTable
 from semel.history import EventSchema, HistoryStore, NotCompacted, Pointers, Projection, Status
+from semel.history.block_cache import BlockCache
 from semel.history.files import CODECS, Codec
 from semel.history.reference import ReferenceStore
 
@@ -108,7 +109,7 @@ class AsServed(RuleBasedStateMachine):
         self.patch.setattr("semel.history.block_cache.BLOCK_BYTES", 64)
         self.patch.setattr("semel.history.block_cache.AT_ONCE", 80)
         self.patch.setattr("semel.history.files.SHRINKS", 9)
-        self.patch.setattr("semel.history.storage.CACHE_BYTES", 3_000)
+        self.patch.setattr("semel.history.local_storage.BlockCache", lambda folder, _: BlockCache(folder, 3_000))
         self.store = HistoryStore.create(self.folder / "store", EventSchema(COLUMNS, self.key_type, group="action"),
                                          shards=3)
         self.reader = HistoryStore.open(self.folder / "store")
