@@ -1,4 +1,4 @@
-"""Ways to store a column, measured on one shard: what led to ``semel.history.packing``.
+"""Ways to store a column, measured on one shard: what led to ``semel.history.kernels.packing``.
 
     python -m benchmarks.codecs [--users 4000] [--store ./store] [--json]
 
@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from benchmarks.history import generate
 from semel.batch import Pointers
 from semel.history import HistoryStore, Projection
-from semel.history.packing import copy_all, pack, view_packed
+from semel.history.kernels.packing import copy_all, pack, view_packed
 
 ZSTD_SAMPLE = 400
 

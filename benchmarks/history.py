@@ -36,7 +36,8 @@ from benchmarks import other_stores
 from benchmarks.command import run_and_show
 from benchmarks.page_cache import cold_medians
 from semel.batch import offsets_of
-from semel.history import EventSchema, HistoryStore, Pointers, Projection, parallel
+from semel.history import EventSchema, HistoryStore, Pointers, Projection
+from semel.history.reading import parallel
 
 LAST = 1024
 LONGEST = 65_536

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.command import run_and_show
 from benchmarks.history import SCHEMA, generate
 from semel.history import HistoryStore, Pointers, Projection
-from semel.history.objects import Objects
+from semel.history.storage.objects import Objects
 
 COLUMNS = ("item_id", "watch_time")
 ROUNDS = 15

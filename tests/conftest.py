@@ -11,7 +11,7 @@ def cache_of_blocks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Blocks that stores keep lie here, and not in the user's own cache folder."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("blocks")
-        patch.setattr("semel.history.local_storage.cache_folder", lambda given: Path(given or folder))
+        patch.setattr("semel.history.storage.local.cache_folder", lambda given: Path(given or folder))
         yield folder
 
 

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from semel.datasets.dataset import Progress
 from semel.datasets.ingestion import CATALOGUE_SHARDS, CHUNK_ROWS, DATASET_FORMAT, IngestReport, catalogue_rows
 from semel.history import EventSchema, HistoryStore
-from semel.history.locking import WriterLock
+from semel.history.storage.locking import WriterLock
 
 JOURNAL = "ingested.json"
 JOURNAL_FORMAT = 1

@@ -1,7 +1,7 @@
 """``ingest_kafka``: the events of a Kafka topic into a store, each once, whatever is interrupted when.
 
-How far the topic has been read is kept by the store, in the append of the events (``semel.history.positions``): after a
-crash both are there or neither is.
+How far the topic has been read is kept by the store, in the append of the events (``semel.history.log.positions``):
+after a crash both are there or neither is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exposure log and the outcome log: append-only, durable on return, readable while they are written.
 
 A log is a folder: ``log.json`` (kind, format version, types of the ids) and segments ``00000001.log``, ``00000002.log``
-... in the framing of ``semel.history.log``. One process appends; any number read at any time.
+... in the framing of ``semel.history.log.segments``. One process appends; any number read at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from semel.examples.exposures import check_exposures, conform, exposure_schema, id_type, outcome_schema
-from semel.history.log import SegmentWriter, read_segments
+from semel.history import SegmentWriter, read_segments
 
 FORMAT_VERSION = 1
 SEGMENT_BYTES = 64 << 20

@@ -6,6 +6,9 @@ Usable alone::
     version = store.append(table)                        # user_id, event_time (microseconds), item_id
     pointers = store.point([1, 2], as_of=now)            # O(1) bytes each
     history = store.read(pointers, Projection(("item_id",), last=100))
+
+Begin with ``store``. Its rooms, each of which knows those before it only: ``kernels``, ``generation``, ``log``,
+``storage``, ``view``, ``reading``, ``compaction``, ``writing``; and ``server``, which knows the store.
 """
 
 from semel.batch import Jagged, JaggedTable, Pointers
@@ -21,12 +24,12 @@ from semel.history.errors import (
     WriterFenced,
     WriterUnavailable,
 )
-from semel.history.log import SegmentWriter, read_segments
-from semel.history.positions import Position
+from semel.history.log.positions import Position
+from semel.history.log.segments import SegmentWriter, read_segments
 from semel.history.schema import EventSchema, Projection, Status
+from semel.history.server.client import WriterClient
+from semel.history.server.server import WriterServer
 from semel.history.store import HistoryStore
-from semel.history.writer_client import WriterClient
-from semel.history.writer_server import WriterServer
 
 __all__ = [
     "CorruptFile", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "NotCompacted", "Pointers", "Position",

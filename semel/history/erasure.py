@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from semel.history.durable import sync_folder
 from semel.history.errors import StoreError, StoreLocked
-from semel.history.log import MAGIC, SegmentWriter, read_segments
-from semel.history.manifest import NAME as MANIFEST
+from semel.history.log.segments import MAGIC, SegmentWriter, read_segments
+from semel.history.storage.manifest import NAME as MANIFEST
 
 REQUEST = "request_id"
 SUFFIXES = (".parquet", ".log")

@@ -17,25 +17,19 @@ import pyarrow as pa
 
 from semel.batch import JaggedTable, Pointers, ids_array
 from semel.history.durations import microseconds, now
-from semel.history.errors import (
-    CorruptFile,
-    GenerationGone,
-    NotCompacted,
-    StoreError,
-    VersionNotVisible,
-)
-from semel.history.files import CODECS, Codec
-from semel.history.following import RETRIES, Follower, View, verify
-from semel.history.manifest import Manifest
-from semel.history.positions import Position, Tokens
+from semel.history.errors import CorruptFile, GenerationGone, NotCompacted, StoreError, VersionNotVisible
+from semel.history.generation.array_files import CODECS, Codec
+from semel.history.log.positions import Position, Tokens
+from semel.history.log.tail import Tail
 from semel.history.schema import RESERVED, EventSchema, Projection, check_named_events
-from semel.history.storage import CACHE_BYTES, Owner, Storage, storage_of
-from semel.history.tail import Tail
-from semel.history.writing import Writer
+from semel.history.storage.interface import CACHE_BYTES, Owner, Storage, storage_of
+from semel.history.storage.manifest import Manifest
+from semel.history.view.following import RETRIES, Follower, View, verify
+from semel.history.writing.writer import Writer
 
 if TYPE_CHECKING:
-    from semel.history.backfill import AddedColumn, Backfill
-    from semel.history.engines import Engine
+    from semel.history.compaction.backfill import AddedColumn, Backfill
+    from semel.history.compaction.engines import Engine
 
 T = TypeVar("T")
 
@@ -329,14 +323,14 @@ class HistoryStore:
 
     def keys(self) -> np.ndarray:
         """All user ids in the store, sorted: int64, or an object array of strings."""
-        from semel.history import reading
+        from semel.history.reading import histories
 
         self._check_open()
-        return self._again(reading.keys)
+        return self._again(histories.keys)
 
     def shards_of(self, user_ids: Any) -> np.ndarray:
         """[P] int64: the shard in which each user's events lie, or would."""
-        from semel.history.sharding import shards_of
+        from semel.history.kernels.sharding import shards_of
 
         ids = self._ids(user_ids)
         keys = [text.encode() for text in ids] if self.schema.string_keys else np.ascontiguousarray(ids)
@@ -369,9 +363,9 @@ class HistoryStore:
     def _compact(self, codec: Codec, engine: Engine = "local", workers: int = 2, memory_limit: int | str = "1GiB",
                  progress: Callable[[int, int], None] | None = None, expire_before: int = 0,
                  forget: np.ndarray | None = None, added: AddedColumn | None = None) -> int:
-        from semel.history.compaction import Change
-        from semel.history.engines import check_engine, memory_bytes, write_generation
-        from semel.history.scrubbing import Scrubbing
+        from semel.history.compaction.engines import check_engine, memory_bytes, write_generation
+        from semel.history.compaction.scrubbing import Scrubbing
+        from semel.history.compaction.shards import Change
 
         writer = self._writer_to("compact")
         if codec not in CODECS:
@@ -455,7 +449,7 @@ class HistoryStore:
         filled, a shard takes its columns in memory beside, which counts. Raises ValueError for a name, type or values
         that do not fit, StoreError where a shard does not fit into the limit; nothing has changed then.
         """
-        from semel.history.backfill import AddedColumn
+        from semel.history.compaction.backfill import AddedColumn
 
         writer = self._writer_to("add a column")
         with self._compacting:
@@ -511,6 +505,6 @@ class HistoryStore:
 
 @cache
 def _fetching() -> ModuleType:
-    from semel.history import fetching  # late: it compiles
+    from semel.history.reading import fetching  # late: it compiles
 
     return fetching

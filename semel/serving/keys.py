@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from semel.history.log import SegmentWriter, read_segments
+from semel.history import SegmentWriter, read_segments
 
 WINDOW_US = 24 * 3600 * 1_000_000
 CAPACITY = 1_000_000

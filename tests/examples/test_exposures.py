@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from semel.examples import EXPOSURE_SCHEMA, OUTCOME_SCHEMA, ExposureLog, OutcomeLog
-from semel.history.log import SegmentWriter
+from semel.history.log.segments import SegmentWriter
 
 LATER = ("surface", "shown", "position", "task_scores", "memory", "batch_id", "batch_index")
 

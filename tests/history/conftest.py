@@ -22,7 +22,7 @@ class Bucket:
     options: dict[str, Any]
 
     def objects(self) -> Any:
-        from semel.history.objects import Objects
+        from semel.history.storage.objects import Objects
 
         return Objects(self.url, self.options["storage_options"])
 

@@ -406,7 +406,7 @@ def test_a_refresh_that_broke_off_leaves_a_reader_whole(store, monkeypatch):
     with HistoryStore.open(store.path) as reader:
         reader.read(reader.point(["b"], 100), ALL)
         store.append(events(("b", 30, 6, "like")))
-        from semel.history import following
+        from semel.history.view import following
 
         with monkeypatch.context() as patch:
             patch.setattr(following, "replace", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))

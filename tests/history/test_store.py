@@ -23,8 +23,8 @@ from semel.history import (
     StoreLocked,
     StoreNotFound,
     VersionNotVisible,
-    reading,
 )
+from semel.history.reading import histories
 
 SCHEMA = EventSchema({"item_id": pa.int64(), "action": pa.dictionary(pa.int8(), pa.string())}, group="action")
 ITEMS = Projection(("item_id",))
@@ -138,7 +138,7 @@ def test_readers_follow_and_never_shorten(store: HistoryStore, tmp_path: Path) -
 
 def test_a_read_refreshes_once_and_only_for_a_newer_pointer(
         store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from semel.history.following import Follower
+    from semel.history.view.following import Follower
 
     reader, refreshes = HistoryStore.open(tmp_path / "store"), []
     refresh = Follower.refresh
@@ -376,8 +376,8 @@ def test_users_are_counted_like_they_are_listed(
         return pa.table({"user_id": users, "event_time": numbers, "item_id": numbers})
 
     listed: list[int] = []
-    keys = reading.keys
-    monkeypatch.setattr(reading, "keys", lambda view: listed.append(1) or keys(view))
+    keys = histories.keys
+    monkeypatch.setattr(histories, "keys", lambda view: listed.append(1) or keys(view))
     schema = EventSchema({"item_id": pa.int64()}, pa.string() if strings else pa.int64())
     with HistoryStore.create(tmp_path / "s", schema, shards=3) as store:
         assert store.stats()["users"] == store.uncompacted == 0
@@ -494,7 +494,7 @@ def test_formats_of_another_time_are_refused(store: HistoryStore, tmp_path: Path
 def test_array_files_of_another_codec_are_refused(tmp_path: Path) -> None:
     import zlib
 
-    from semel.history.files import map_column, write_array
+    from semel.history.generation.array_files import map_column, write_array
 
     entry = write_array(tmp_path / "a", np.arange(10))
     assert map_column(tmp_path / "a", entry, np.int64).tolist() == list(range(10))
@@ -509,7 +509,7 @@ def test_array_files_of_another_codec_are_refused(tmp_path: Path) -> None:
 
 def test_array_files_of_several_blocks(tmp_path: Path) -> None:
     from semel.history import CorruptFile
-    from semel.history.files import BLOCK_BYTES, map_column, write_array
+    from semel.history.generation.array_files import BLOCK_BYTES, map_column, write_array
 
     array = np.random.default_rng(0).integers(0, 9, (700_000, 3), np.int8)
     entry = write_array(tmp_path / "a", array)
@@ -523,7 +523,7 @@ def test_array_files_of_several_blocks(tmp_path: Path) -> None:
 
 def test_the_documented_bytes() -> None:
     """``docs/formats/history.md`` in plain Python agrees with the compiled hash."""
-    from semel.history.sharding import shards_of
+    from semel.history.kernels.sharding import shards_of
 
     def mix(x: int) -> int:
         x = (x + 0x9E3779B97F4A7C15) % 2**64

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from semel.history import CorruptFile, EventSchema, HistoryStore, Pointers, Projection, StoreError
-from semel.history.files import Codec
+from semel.history.generation.array_files import Codec
 
 SCHEMA = EventSchema({"item_id": pa.int64(), "text": pa.string()})
 PROJECTION = Projection(("item_id", "version", "text"))
@@ -29,10 +29,10 @@ USERS = 5
 WRITER = """
 import sys, pyarrow as pa
 from semel.history import HistoryStore, SegmentWriter
-from semel.history import writing as module
+from semel.history.writing import writer as module
 module.SEGMENT_BYTES = 4000
-from semel.history import files
-files.SHRINKS = 9  # so that all columns of cold generations are compressed
+from semel.history.generation import array_files
+array_files.SHRINKS = 9  # so that all columns of cold generations are compressed
 store = HistoryStore.open(sys.argv[1], mode="a")
 print("open", flush=True)
 for n in range(int(sys.argv[2]), 10**9):
@@ -143,7 +143,7 @@ def make_store(path: Path, codec: Codec = "packed") -> tuple[bytes, ...]:
             if n == 3:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr("semel.history.store.now", lambda: 10**6)
-                    patch.setattr("semel.history.files.SHRINKS", 9)
+                    patch.setattr("semel.history.generation.array_files.SHRINKS", 9)
                     store.compact(codec=codec, retention=timedelta(microseconds=10**6 - 1))
                     store.add_column("score", pa.float32(), lambda table: table["item_id"].cast(pa.float32()))
             if n == 4:
@@ -279,9 +279,9 @@ def test_a_handle_that_was_interrupted_in_a_write_writes_no_more(
 
     path = tmp_path / "s"
     HistoryStore.create(path, SCHEMA, shards=1).close()
-    for place, use in (("semel.history.tail.Tail.append", lambda store: store.append(row(2), token="two")),
-                       ("semel.history.tail.Tail.after", lambda store: store.compact()),
-                       ("semel.history.log.SegmentWriter.close", lambda store: store.compact())):
+    for place, use in (("semel.history.log.tail.Tail.append", lambda store: store.append(row(2), token="two")),
+                       ("semel.history.log.tail.Tail.after", lambda store: store.compact()),
+                       ("semel.history.log.segments.SegmentWriter.close", lambda store: store.compact())):
         with HistoryStore.open(path, mode="a") as store:
             store.append(row(1), token=place)
             with monkeypatch.context() as patch:

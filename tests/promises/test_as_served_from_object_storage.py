@@ -12,7 +12,7 @@ from hypothesis import settings
 from test_as_served_so_trained import _QUICK, _SLOW, AsServed, AsServedWithStringUsers
 
 pytest.importorskip("obstore")
-from semel.history.block_cache import BlockCache
+from semel.history.storage.block_cache import BlockCache
 
 
 class Prefix:
@@ -39,11 +39,11 @@ class OnObjectStorage(AsServed):
         kept: dict[str, Any] = {}
         self._patch.setattr("obstore.store.from_url",
                             lambda url, **_: kept.setdefault(url, MemoryStore()))
-        self._patch.setattr("semel.history.object_storage.BlockCache",
+        self._patch.setattr("semel.history.storage.object_storage.BlockCache",
                             lambda *_: BlockCache(scratch / "cache", 3_000))
-        self._patch.setattr("semel.history.files.BLOCK_BYTES", 64)
-        self._patch.setattr("semel.history.block_cache.BLOCK_BYTES", 64)
-        self._patch.setattr("semel.history.block_cache.AT_ONCE", 80)
+        self._patch.setattr("semel.history.generation.array_files.BLOCK_BYTES", 64)
+        self._patch.setattr("semel.history.storage.block_cache.BLOCK_BYTES", 64)
+        self._patch.setattr("semel.history.storage.block_cache.AT_ONCE", 80)
 
     def teardown(self) -> None:
         for handle in (self.store, self.reader, self.view):

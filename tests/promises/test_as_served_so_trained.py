@@ -20,9 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from semel.batch import JaggedTable
 from semel.history import EventSchema, HistoryStore, NotCompacted, Pointers, Projection, Status
-from semel.history.block_cache import BlockCache
-from semel.history.files import CODECS, Codec
+from semel.history.generation.array_files import CODECS, Codec
 from semel.history.reference import ReferenceStore
+from semel.history.storage.block_cache import BlockCache
 
 INTEGER_USERS = [0, 1, -7, 2**62, 5]
 STRING_USERS = ["", "a", "aa", "\u00e4", "\U0001f3ac", "user-1"]
@@ -102,14 +102,14 @@ class AsServed(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="semel-"))
         # Small enough that the few events of a run go through several runs of the tail's index and several segments.
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("semel.history.tail.LEVELS", (3, 9, 27, 1 << 62))
-        self.patch.setattr("semel.history.writing.SEGMENT_BYTES", 9_000)
+        self.patch.setattr("semel.history.log.tail.LEVELS", (3, 9, 27, 1 << 62))
+        self.patch.setattr("semel.history.writing.writer.SEGMENT_BYTES", 9_000)
         # Columns of several blocks, all of them compressed where they are cold, and a cache that keeps few.
-        self.patch.setattr("semel.history.files.BLOCK_BYTES", 64)
-        self.patch.setattr("semel.history.block_cache.BLOCK_BYTES", 64)
-        self.patch.setattr("semel.history.block_cache.AT_ONCE", 80)
-        self.patch.setattr("semel.history.files.SHRINKS", 9)
-        self.patch.setattr("semel.history.local_storage.BlockCache", lambda folder, _: BlockCache(folder, 3_000))
+        self.patch.setattr("semel.history.generation.array_files.BLOCK_BYTES", 64)
+        self.patch.setattr("semel.history.storage.block_cache.BLOCK_BYTES", 64)
+        self.patch.setattr("semel.history.storage.block_cache.AT_ONCE", 80)
+        self.patch.setattr("semel.history.generation.array_files.SHRINKS", 9)
+        self.patch.setattr("semel.history.storage.local.BlockCache", lambda folder, _: BlockCache(folder, 3_000))
         self.store = HistoryStore.create(self.folder / "store", EventSchema(COLUMNS, self.key_type, group="action"),
                                          shards=3)
         self.reader = HistoryStore.open(self.folder / "store")
@@ -382,7 +382,7 @@ class SmallStore:
 def test_every_pointer_of_a_small_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """All users x times x versions after every step: the corner cases that a drawn pointer seldom meets. Through the
     handle that appends, another one, and one by one."""
-    monkeypatch.setattr("semel.history.tail.LEVELS", (2, 4, 8, 1 << 62))
+    monkeypatch.setattr("semel.history.log.tail.LEVELS", (2, 4, 8, 1 << 62))
     small = SmallStore(tmp_path, seed, text=seed % 3 == 2)
     reader = HistoryStore.open(tmp_path / "s")
     before: dict[Any, list[Any]] = {}

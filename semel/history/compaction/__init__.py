@@ -1,0 +1,1 @@
+"""From a generation and a tail to the next generation."""

@@ -1,0 +1,1 @@
+"""The read-optimized tier: array files, and a generation made of them."""

@@ -1,0 +1,1 @@
+"""One writer process for many: appends over a socket."""

@@ -1,0 +1,1 @@
+"""Appends: durable before they are visible, in one order."""
