@@ -3,16 +3,25 @@
 from semel.batch import register_pytrees
 from semel.models.artifact import Model, ModelArtifact, load_model, make_model, save_model
 from semel.models.config import EncoderConfig, ModelConfig
+from semel.models.dcn import RDCN, DCNv2, RDCNLayer
+from semel.models.deep_cross_attention import DeepCrossAttention
+from semel.models.dhen import DHEN, IsolatedDHEN
+from semel.models.dlrm import DLRM
+from semel.models.final_mlp import FinalMLP, IsolatedFinalMLP
 from semel.models.heads import RankingHead, ranking_loss
 from semel.models.hstu import HSTU
+from semel.models.isolated import Sides
 from semel.models.next_item import NextItem
-from semel.models.rankers import DLRM, DCNv2, SequenceRanker
+from semel.models.sequence_ranker import SequenceRanker
 from semel.models.transformer import Transformer
 from semel.models.vocabulary import Scale, Vocabulary
+from semel.models.wukong import IsolatedWukong, Wukong
 
 register_pytrees()
 
 __all__ = [
-    "DLRM", "HSTU", "DCNv2", "EncoderConfig", "Model", "ModelArtifact", "ModelConfig", "NextItem", "RankingHead",
-    "Scale", "SequenceRanker", "Transformer", "Vocabulary", "load_model", "make_model", "ranking_loss", "save_model",
+    "DHEN", "DLRM", "HSTU", "RDCN", "DCNv2", "DeepCrossAttention", "EncoderConfig", "FinalMLP", "IsolatedDHEN",
+    "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "NextItem", "RDCNLayer",
+    "RankingHead", "Scale", "SequenceRanker", "Sides", "Transformer", "Vocabulary", "Wukong", "load_model",
+    "make_model", "ranking_loss", "save_model",
 ]

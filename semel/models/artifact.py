@@ -14,16 +14,25 @@ import torch
 from torch import nn
 
 from semel.features import FeatureSpec
-from semel.models.config import ModelConfig
+from semel.models.config import ModelConfig, ModelKind
+from semel.models.dcn import RDCN, DCNv2
+from semel.models.deep_cross_attention import DeepCrossAttention
+from semel.models.dhen import DHEN, IsolatedDHEN
+from semel.models.dlrm import DLRM
+from semel.models.final_mlp import FinalMLP, IsolatedFinalMLP
 from semel.models.next_item import NextItem
-from semel.models.rankers import DLRM, DCNv2, SequenceRanker
+from semel.models.sequence_ranker import SequenceRanker
 from semel.models.vocabulary import Scale, Vocabulary
+from semel.models.wukong import IsolatedWukong, Wukong
 
 FORMAT_VERSION = 1
 
-Model = SequenceRanker | DCNv2 | DLRM | NextItem
-_KINDS: dict[str, type[Any]] = {
-    "sequence_ranker": SequenceRanker, "dcnv2": DCNv2, "dlrm": DLRM, "next_item": NextItem,
+Model = (SequenceRanker | DLRM | DCNv2 | RDCN | Wukong | IsolatedWukong | FinalMLP | IsolatedFinalMLP | DHEN
+         | IsolatedDHEN | DeepCrossAttention | NextItem)
+_KINDS: dict[ModelKind, type[Any]] = {
+    "sequence_ranker": SequenceRanker, "dlrm": DLRM, "dcnv2": DCNv2, "rdcn": RDCN, "wukong": Wukong,
+    "isolated_wukong": IsolatedWukong, "final_mlp": FinalMLP, "isolated_final_mlp": IsolatedFinalMLP, "dhen": DHEN,
+    "isolated_dhen": IsolatedDHEN, "deep_cross_attention": DeepCrossAttention, "next_item": NextItem,
 }
 
 

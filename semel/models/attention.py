@@ -28,8 +28,10 @@ class AttentionPlan:
 
     The queries and keys of row r lie at ``query_offsets`` and ``key_offsets`` [rows + 1]. ``causal``: queries and keys
     are the same tokens and a query sees itself and what came before; else every query sees all keys of its row, and
-    stands behind the last of them. ``positions`` > 0 asks for position buckets (0 .. positions - 1, by distance),
-    ``query_time`` [T] and ``key_time`` [S] (int64 microseconds) for time buckets.
+    stands behind the last of them. ``window``: semi-local attention (ULTRA-HSTU's): of those keys a query sees the
+    first ``prefix`` of its row and the ``window`` before it (and itself); None: all. ``positions`` > 0 asks for
+    position buckets (0 .. positions - 1, by distance), ``query_time`` [T] and ``key_time`` [S] (int64 microseconds)
+    for time buckets.
     """
 
     query_offsets: Tensor
@@ -38,15 +40,40 @@ class AttentionPlan:
     positions: int = 0
     query_time: Tensor | None = None
     key_time: Tensor | None = None
+    window: int | None = None
+    prefix: int = 0
 
     @cached_property
     def rows(self) -> RowsPlan:
-        return RowsPlan(self.query_offsets, self.key_offsets, self.causal, self.query_time, self.key_time)
+        return RowsPlan(self.query_offsets, self.key_offsets, self.causal, self.query_time, self.key_time, self.window,
+                        self.prefix)
 
     @cached_property
     def chunks(self) -> ChunksPlan:
         return plan_chunks(self.query_offsets, self.key_offsets, self.causal, self.positions, self.query_time,
-                           self.key_time)
+                           self.key_time, self.window, self.prefix)
+
+    @cached_property
+    def pairs(self) -> int:
+        """How many query-key pairs meet, in all rows."""
+        queries, keys = (torch.diff(x).tolist() for x in (self.query_offsets, self.key_offsets))
+        near = max(keys, default=0) if self.window is None else self.window
+        total = 0
+        for n, m in zip(queries, keys, strict=True):
+            places = range(n) if self.causal else [m] * n
+            # A query at place p sees [0, prefix) and [p - window, p), and in causal attention itself.
+            total += sum(min(p, near) + min(self.prefix, max(0, p - near)) + self.causal for p in places)
+        return total
+
+
+@dataclass(frozen=True)
+class KeysValues:
+    """What one attention layer keeps of its requests for candidates to read: ``keys`` and ``values`` [T, H, D], those
+    of request r at ``offsets[r]:offsets[r + 1]``."""
+
+    keys: Tensor
+    values: Tensor
+    offsets: Tensor
 
 
 def jagged_attention(

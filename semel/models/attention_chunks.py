@@ -30,16 +30,33 @@ _HIDDEN = -1e4
 
 @dataclass(frozen=True)
 class Block:
-    """Queries ``start:stop`` of a chunk against its first ``keys`` keys. ``hidden`` broadcasts to [b, q, k]: 0 or
+    """Queries ``start:stop`` of a chunk against its keys ``0:prefix`` and ``first:keys``, one run after the other.
+    ``hidden`` broadcasts to [b, q, k]: 0 or
     _HIDDEN, None where all may meet. ``distance`` [q, k] or [b, 1, k]: position bucket; ``time`` [b, q, k]: time
     bucket (int32), or None."""
 
     start: int
     stop: int
+    prefix: int
+    first: int
     keys: int
     hidden: Tensor | None
     distance: Tensor | None
     time: Tensor | None
+
+    @property
+    def width(self) -> int:
+        return self.prefix + self.keys - self.first
+
+    def of(self, x: Tensor) -> Tensor:
+        """The block's keys of ``x`` [..., keys, D]: a view where they are one run."""
+        near = x[..., self.first : self.keys, :]
+        return torch.cat([x[..., : self.prefix, :], near], -2) if self.prefix else near
+
+    def add(self, total: Tensor, part: Tensor) -> None:
+        """``total`` [..., keys, D] += ``part`` [..., width, D] at the block's keys."""
+        total[..., : self.prefix, :] += part[..., : self.prefix, :]
+        total[..., self.first : self.keys, :] += part[..., self.prefix :, :]
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,8 @@ def plan_chunks(
     positions: int,
     query_time: Tensor | None,
     key_time: Tensor | None,
+    window: int | None = None,
+    prefix: int = 0,
 ) -> ChunksPlan:
     """The arguments of ``semel.models.attention.AttentionPlan``."""
     device = query_offsets.device
@@ -83,7 +102,8 @@ def plan_chunks(
         keys, widths = _padded(key_offsets, member, int(k_lengths[members].max()))
         spans = _causal_spans(queries.shape[1]) if causal else [(0, queries.shape[1], keys.shape[1])]
         blocks = tuple(
-            _block(span, queries, keys, widths, causal, positions, query_time, key_time) for span in spans
+            _block(span, queries, keys, widths, causal, positions, query_time, key_time, window, prefix)
+            for span in spans
         )
         chunks.append(Chunk(queries, keys, blocks))
     covered = None if bool(has_keys.all()) else torch.repeat_interleave(has_keys, q_lengths).to(device)
@@ -119,25 +139,33 @@ def _causal_spans(width: int) -> list[tuple[int, int, int]]:
 
 
 def _block(span: tuple[int, int, int], queries: Tensor, keys: Tensor, k_lengths: Tensor, causal: bool, positions: int,
-           query_time: Tensor | None, key_time: Tensor | None) -> Block:
+           query_time: Tensor | None, key_time: Tensor | None, window: int | None, prefix: int) -> Block:
     start, stop, k = span
+    low, first = 0, 0
+    if window is not None:
+        low = min(prefix, k)
+        first = max(low, (start if causal else int(k_lengths.min())) - window)
     steps = torch.arange(k, device=keys.device)
+    steps = torch.cat([steps[:low], steps[first:]])
     hidden = distance = time = None
     if causal:
         gap = torch.arange(start, stop, device=keys.device)[:, None] - steps
-        hidden = torch.where(gap < 0, _HIDDEN, 0.0)
+        unseen = gap < 0
     else:
         gap = (k_lengths[:, None] - steps)[:, None, :]
-        if int(k_lengths.min()) < k:
-            hidden = torch.where(gap <= 0, _HIDDEN, 0.0)
+        unseen = gap <= 0
+    if window is not None:
+        unseen = unseen | ((gap > window) & (steps >= prefix))
+    if causal or bool(unseen.any()):
+        hidden = torch.where(unseen, _HIDDEN, 0.0)
     if positions:
         distance = gap.clamp(0, positions - 1)
     if query_time is not None and key_time is not None:
         # A padding index is one past the end: borrow the last token's time, its scores are hidden or never read.
         tq = query_time[queries[:, start:stop].clamp(max=len(query_time) - 1)]
-        tk = key_time[keys[:, :k].clamp(max=len(key_time) - 1)]
+        tk = key_time[keys[:, steps].clamp(max=len(key_time) - 1)]
         time = time_bucket(tq[:, :, None] - tk[:, None, :])
-    return Block(start, stop, k, hidden, distance, time)
+    return Block(start, stop, low, first, k, hidden, distance, time)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
@@ -195,13 +223,13 @@ class ChunksAttention(torch.autograd.Function):
             result = torch.empty_like(qc)
             for block in chunk.blocks:
                 rows = slice(block.start, block.stop)
-                n = block.keys
-                scores = _scores(qc[:, :, rows], kc[:, :, :n], own_kc, block, position_bias, time_bias)
+                n = block.width
+                scores = _scores(qc[:, :, rows], block.of(kc), own_kc, block, position_bias, time_bias)
                 if weighting == "silu":
                     weights = torch.nn.functional.silu(scores, inplace=True)
                 else:
                     weights = torch.softmax(scores, -1)
-                result[:, :, rows] = torch.matmul(weights[..., :n], vc[:, :, :n])
+                result[:, :, rows] = torch.matmul(weights[..., :n], block.of(vc))
                 if own_vc is not None:
                     result += weights[..., n:] * own_vc
             _put(out, chunk.queries, result)
@@ -233,10 +261,10 @@ class ChunksAttention(torch.autograd.Function):
             dqc, dkc, dvc = torch.empty_like(qc), torch.zeros_like(kc), torch.zeros_like(vc)
             for block in chunk.blocks:
                 rows = slice(block.start, block.stop)
-                n = block.keys
-                qb, gb, kb = qc[:, :, rows], gc[:, :, rows], kc[:, :, :n]
+                n = block.width
+                qb, gb, kb = qc[:, :, rows], gc[:, :, rows], block.of(kc)
                 scores = _scores(qb, kb, own_kc, block, position_bias, time_bias)
-                dweights = torch.matmul(gb, vc[:, :, :n].transpose(-1, -2))
+                dweights = torch.matmul(gb, block.of(vc).transpose(-1, -2))
                 if own_vc is not None:
                     dweights = torch.cat([dweights, (gb * own_vc).sum(-1, keepdim=True)], -1)
                 if weighting == "silu":
@@ -246,8 +274,8 @@ class ChunksAttention(torch.autograd.Function):
                     weights = torch.softmax(scores, -1)
                     dscores = torch.ops.aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
                 dqb = torch.matmul(dscores[..., :n], kb)
-                dkc[:, :, :n] += torch.matmul(dscores[..., :n].transpose(-1, -2), qb)
-                dvc[:, :, :n] += torch.matmul(weights[..., :n].transpose(-1, -2), gb)
+                block.add(dkc, torch.matmul(dscores[..., :n].transpose(-1, -2), qb))
+                block.add(dvc, torch.matmul(weights[..., :n].transpose(-1, -2), gb))
                 if own_kc is not None and down_k is not None and down_v is not None:
                     dqb += dscores[..., n:] * own_kc
                     _put(down_k, chunk.queries, dscores[..., n:] * qb)

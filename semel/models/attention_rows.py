@@ -5,6 +5,9 @@ their use stay in the first caches. The backward computes the scores again, so m
 shared out to ``torch.get_num_threads()`` threads; every sum has one order whatever their number, so the result does not
 depend on it.
 
+Semi-local attention packs what a block of queries may see, the first keys of the row and a window, into neighbouring
+columns: two runs of keys, of which the first is empty otherwise.
+
 Axes as in ``semel.models.attention``.
 """
 
@@ -34,6 +37,9 @@ SERIAL_PAIRS = 1 << 14
 
 _NO_TIME = np.empty(0, np.int64)
 
+_EVERYTHING = 1 << 62
+"""A window that leaves nothing out."""
+
 
 def _kernel(function: Any) -> Any:
     # Reassociation and fused multiply-add let sums use whole vectors; infinities and NaN keep their meaning.
@@ -48,12 +54,14 @@ class RowsPlan:
     """Who meets whom, in the order in which rows are worked on: longest first."""
 
     def __init__(self, query_offsets: Tensor, key_offsets: Tensor, causal: bool, query_time: Tensor | None,
-                 key_time: Tensor | None) -> None:
+                 key_time: Tensor | None, window: int | None = None, prefix: int = 0) -> None:
         times = (_NO_TIME, _NO_TIME)
         if query_time is not None and key_time is not None:
             times = query_time.numpy(), key_time.numpy()
-        self.rows = (query_offsets.numpy(), key_offsets.numpy(), *times, np.array(TIME_BOUNDS), causal)
-        pairs = np.diff(self.rows[0]) * np.diff(self.rows[1])
+        near = _EVERYTHING if window is None else window
+        seen = (0, near) if window is None else (prefix, near)
+        self.rows = (query_offsets.numpy(), key_offsets.numpy(), *times, np.array(TIME_BOUNDS), causal, *seen)
+        pairs = np.diff(self.rows[0]) * np.minimum(np.diff(self.rows[1]), near + prefix + BLOCK)
         self.pairs = int(pairs.sum())
         self.order = np.argsort(-pairs, kind="stable")
 
@@ -141,26 +149,26 @@ def _exp_by_type(x):
 
 
 @_kernel
-def _dots(rows, first, count, head, columns, width, out):
-    """``out[i, j] = sum_d rows[first + i, head, d] columns[d, j]`` for i < count, j < width. Two rows and four terms at
-    a time: what the vector registers hold. ``out`` has a row to spare."""
+def _dots(rows, first, count, head, columns, at, width, out, to):
+    """``out[i, to + j] = sum_d rows[first + i, head, d] columns[d, at + j]`` for i < count, j < width. Two rows and
+    four terms at a time: what the vector registers hold. ``out`` has a row to spare."""
     depth = rows.shape[2]
     for i in range(0, count, 2):
         a, b = rows[first + i, head], rows[first + min(i + 1, count - 1), head]
-        o, p = out[i], out[i + 1]
+        o, p = out[i, to:], out[i + 1, to:]
         for j in range(width):
             o[j] = 0
             p[j] = 0
         d = 0
         while d + 4 <= depth:
             a0, a1, a2, a3, b0, b1, b2, b3 = a[d], a[d + 1], a[d + 2], a[d + 3], b[d], b[d + 1], b[d + 2], b[d + 3]
-            c0, c1, c2, c3 = columns[d], columns[d + 1], columns[d + 2], columns[d + 3]
+            c0, c1, c2, c3 = columns[d, at:], columns[d + 1, at:], columns[d + 2, at:], columns[d + 3, at:]
             for j in range(width):
                 o[j] += a0 * c0[j] + a1 * c1[j] + a2 * c2[j] + a3 * c3[j]
                 p[j] += b0 * c0[j] + b1 * c1[j] + b2 * c2[j] + b3 * c3[j]
             d += 4
         while d < depth:
-            a0, b0, c0 = a[d], b[d], columns[d]
+            a0, b0, c0 = a[d], b[d], columns[d, at:]
             for j in range(width):
                 o[j] += a0 * c0[j]
                 p[j] += b0 * c0[j]
@@ -188,13 +196,13 @@ def _weigh(a, b, width, rows, first, head, o, p):
 
 
 @_kernel
-def _weigh_block(weights, count, width, rows, first, head, out, to, spare):
-    """``out[to + i, head] += sum_j weights[i, j] rows[first + j, head]`` for i < count."""
+def _weigh_block(weights, at, count, width, rows, first, head, out, to, spare):
+    """``out[to + i, head] += sum_j weights[i, at + j] rows[first + j, head]`` for i < count, j < width."""
     for i in range(0, count - 1, 2):
-        _weigh(weights[i], weights[i + 1], width, rows, first, head, out[to + i, head], out[to + i + 1, head])
+        _weigh(weights[i, at:], weights[i + 1, at:], width, rows, first, head, out[to + i, head], out[to + i + 1, head])
     if count % 2:
         i = count - 1
-        _weigh(weights[i], weights[i], width, rows, first, head, out[to + i, head], spare)
+        _weigh(weights[i, at:], weights[i, at:], width, rows, first, head, out[to + i, head], spare)
 
 
 @_kernel
@@ -215,16 +223,17 @@ def _dot(a, b):
 
 
 @_kernel
-def _add_bias(scores, width, behind, position_bias, now, key_time, first, bounds, time_bias, bucket):
-    """Biases by distance and by time bucket, where there are any; fills ``bucket``. The query stands ``behind`` key 0.
-    Neighbours in a history are neighbours in time: the bucket of the key before is the place to look from."""
+def _add_bias(scores, start, stop, behind, position_bias, now, key_time, first, bounds, time_bias, bucket):
+    """Biases by distance and by time bucket of the columns ``start:stop``, where there are any; fills ``bucket``. The
+    query stands ``behind`` column 0, whose key is ``first``. Neighbours in a history are neighbours in time: the bucket
+    of the key before is the place to look from."""
     positions = len(position_bias)
     if positions:
-        for j in range(width):
+        for j in range(start, stop):
             scores[j] += position_bias[min(behind - j, positions - 1)]
     if len(time_bias) and len(key_time):
         b, last = 0, len(bounds) - 1
-        for j in range(width):
+        for j in range(start, stop):
             distance = abs(now - key_time[first + j])
             while distance < bounds[b]:
                 b -= 1
@@ -235,8 +244,28 @@ def _add_bias(scores, width, behind, position_bias, now, key_time, first, bounds
 
 
 @_kernel
+def _block(start, count, keys, causal, prefix, window):
+    """What the queries ``start`` to ``start + count`` see together: keys ``0:low`` and ``local:high``. In columns the
+    second run follows the first: column j >= low is key j + ``gap``."""
+    high = start + count if causal else keys
+    low = min(prefix, high)
+    local = max(low, (start if causal else keys) - window)
+    return low, high, local, local - low
+
+
+@_kernel
+def _seen(query, keys, causal, window, low, local, gap):
+    """Of these one query sees the columns ``0:a`` and ``b:seen``; it stands ``behind`` key 0 by so many."""
+    behind = query if causal else keys
+    stop = query + 1 if causal else keys
+    a = min(low, stop)
+    seen = max(a, stop - gap)
+    return behind, a, min(max(a, max(local, behind - window) - gap), seen), seen
+
+
+@_kernel
 def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, query_offsets, key_offsets, query_time,
-             key_time, bounds, causal, order):
+             key_time, bounds, causal, prefix, window, order):
     depth = q.shape[2]
     one = q.dtype.type(1)
     own = len(own_k) > 0
@@ -254,15 +283,20 @@ def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, quer
             _transpose(k, first_k, keys, head, columns)
             for start in range(0, queries, BLOCK):
                 count = min(BLOCK, queries - start)
-                block = start + count if causal else keys
-                _dots(q, first_q + start, count, head, columns, block, scores)
+                low, high, local, gap = _block(start, count, keys, causal, prefix, window)
+                block = high - gap
+                _dots(q, first_q + start, count, head, columns, 0, low, scores, 0)
+                _dots(q, first_q + start, count, head, columns, local, high - local, scores, low)
                 for i in range(count):
                     at = first_q + start + i
-                    seen = start + i + 1 if causal else keys
+                    behind, a, b, seen = _seen(start + i, keys, causal, window, low, local, gap)
                     s, o = scores[i], out[at, head]
                     now = query_time[at] if len(query_time) else 0
-                    behind = start + i if causal else keys
-                    _add_bias(s, seen, behind, position_bias, now, key_time, first_k, bounds, time_bias, bucket)
+                    _add_bias(s, 0, a, behind, position_bias, now, key_time, first_k, bounds, time_bias, bucket)
+                    _add_bias(s, b, seen, behind - gap, position_bias, now, key_time, first_k + gap, bounds, time_bias,
+                              bucket)
+                    for j in range(a, b):
+                        s[j] = -np.inf
                     width = seen
                     if own:
                         s[seen] = _dot(q[at, head], own_k[at, head])
@@ -274,9 +308,12 @@ def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, quer
                             s[j] = s[j] / (one + _exp(-s[j]))
                     for d in range(depth):
                         o[d] = s[seen] * own_v[at, head, d] if own else 0
+                    for j in range(a, b):
+                        s[j] = 0
                     for j in range(seen, block):
                         s[j] = 0
-                _weigh_block(scores, count, block, v, first_k, head, out, first_q + start, spare)
+                _weigh_block(scores, 0, count, low, v, first_k, head, out, first_q + start, spare)
+                _weigh_block(scores, low, count, block - low, v, first_k + local, head, out, first_q + start, spare)
 
 
 @_kernel
@@ -297,7 +334,7 @@ def _softmax(s, width):
 
 @_kernel
 def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq, dk, dv, down_k, down_v, dposition,
-              dtime, query_offsets, key_offsets, query_time, key_time, bounds, causal, order):
+              dtime, query_offsets, key_offsets, query_time, key_time, bounds, causal, prefix, window, order):
     depth = q.shape[2]
     one = q.dtype.type(1)
     own = len(own_k) > 0
@@ -319,16 +356,22 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
             _transpose(v, first_k, keys, head, v_columns)
             for start in range(0, queries, BLOCK):
                 count = min(BLOCK, queries - start)
-                block = start + count if causal else keys
-                _dots(q, first_q + start, count, head, k_columns, block, scores)
-                _dots(grad, first_q + start, count, head, v_columns, block, dscores)
+                low, high, local, gap = _block(start, count, keys, causal, prefix, window)
+                block = high - gap
+                _dots(q, first_q + start, count, head, k_columns, 0, low, scores, 0)
+                _dots(q, first_q + start, count, head, k_columns, local, high - local, scores, low)
+                _dots(grad, first_q + start, count, head, v_columns, 0, low, dscores, 0)
+                _dots(grad, first_q + start, count, head, v_columns, local, high - local, dscores, low)
                 for i in range(count):
                     at = first_q + start + i
-                    seen = start + i + 1 if causal else keys
+                    behind, a, b, seen = _seen(start + i, keys, causal, window, low, local, gap)
                     s, ds = scores[i], dscores[i]
-                    behind = start + i if causal else keys
                     now = query_time[at] if len(query_time) else 0
-                    _add_bias(s, seen, behind, position_bias, now, key_time, first_k, bounds, time_bias, bucket)
+                    _add_bias(s, 0, a, behind, position_bias, now, key_time, first_k, bounds, time_bias, bucket)
+                    _add_bias(s, b, seen, behind - gap, position_bias, now, key_time, first_k + gap, bounds, time_bias,
+                              bucket)
+                    for j in range(a, b):
+                        s[j], ds[j] = -np.inf, 0
                     width = seen
                     if own:
                         s[seen] = _dot(q[at, head], own_k[at, head])
@@ -345,6 +388,8 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
                             chance = one / (one + _exp(-x))
                             s[j] = x * chance
                             ds[j] *= chance * (one + x * (one - chance))
+                    for j in range(a, b):
+                        s[j], ds[j] = 0, 0
                     if own:
                         for d in range(depth):
                             dq[at, head, d] += ds[seen] * own_k[at, head, d]
@@ -352,8 +397,10 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
                             down_v[at, head, d] += s[seen] * grad[at, head, d]
                     if positions:
                         line = dposition[row]
-                        for j in range(seen):
+                        for j in range(a):
                             line[min(behind - j, positions - 1)] += ds[j]
+                        for j in range(b, seen):
+                            line[min(behind - gap - j, positions - 1)] += ds[j]
                     if len(time_bias) and len(key_time):
                         line = dtime[row]
                         for j in range(seen):
@@ -362,6 +409,10 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
                         weights_t[j, i], dscores_t[j, i] = s[j], ds[j]
                     for j in range(seen, block):
                         weights_t[j, i], dscores_t[j, i], ds[j] = 0, 0, 0
-                _weigh_block(dscores, count, block, k, first_k, head, dq, first_q + start, spare)
-                _weigh_block(dscores_t, block, count, q, first_q + start, head, dk, first_k, spare)
-                _weigh_block(weights_t, block, count, grad, first_q + start, head, dv, first_k, spare)
+                near, first_near = block - low, first_k + local
+                _weigh_block(dscores, 0, count, low, k, first_k, head, dq, first_q + start, spare)
+                _weigh_block(dscores, low, count, near, k, first_near, head, dq, first_q + start, spare)
+                _weigh_block(dscores_t, 0, low, count, q, first_q + start, head, dk, first_k, spare)
+                _weigh_block(dscores_t[low:], 0, near, count, q, first_q + start, head, dk, first_near, spare)
+                _weigh_block(weights_t, 0, low, count, grad, first_q + start, head, dv, first_k, spare)
+                _weigh_block(weights_t[low:], 0, near, count, grad, first_q + start, head, dv, first_near, spare)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from semel.batch import Jagged, JaggedTable, RequestBatch
+from semel.batch import Jagged, JaggedTable
 from semel.features import Feature, FeatureSpec
 from semel.models.randomness import generator
 from semel.models.vocabulary import Vocabulary
@@ -64,16 +65,16 @@ class FeatureTables(nn.Module):
             index = index.masked_fill(drawn < self.unknown_rate, 0)
         return table(index)
 
-    def history(self, batch: RequestBatch) -> list[Tensor]:
-        """Each history feature as [T, dim]."""
-        table: JaggedTable = batch.request["history"]
+    def history(self, request: Mapping[str, Any]) -> list[Tensor]:
+        """Each history feature of ``RequestBatch.request`` as [T, dim]."""
+        table: JaggedTable = request["history"]
         return [self.embed(feature, table.columns[feature.name]) for feature in self.features.history]
 
-    def request(self, batch: RequestBatch) -> list[Tensor]:
+    def request(self, request: Mapping[str, Any]) -> list[Tensor]:
         """Each request feature as [R, dim]."""
-        return [self.embed(feature, batch.request[feature.name]) for feature in self.features.request]
+        return [self.embed(feature, request[feature.name]) for feature in self.features.request]
 
-    def candidate(self, batch: RequestBatch) -> list[Tensor]:
-        """The item and each candidate feature as [C, dim]."""
+    def candidate(self, candidate: Mapping[str, Any]) -> list[Tensor]:
+        """The item and each candidate feature of ``RequestBatch.candidate`` as [C, dim]."""
         features = (Feature(ITEM), *self.features.candidate)
-        return [self.embed(feature, batch.candidate[feature.name]) for feature in features]
+        return [self.embed(feature, candidate[feature.name]) for feature in features]

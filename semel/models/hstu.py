@@ -1,36 +1,50 @@
 """HSTU: hierarchical sequential transduction units (Zhai et al., "Actions Speak Louder than Words", arXiv 2402.17152).
 
 Pointwise aggregated attention (SiLU instead of softmax, so that the amount of matching history is not normalised
-away), a relative bias by position and by time, and a gate ``U``. Jagged in, jagged out. Target-aware: candidates attend
-to their request's history and to themselves, never to each other, and the history never sees a candidate, so its side
-is computed once per request.
+away), a relative bias by position and by time, and a gate ``U``. Jagged in, jagged out.
+
+Target-aware and isolated as it is: candidates attend to their request's history and to themselves, never to each other,
+and the history never sees a candidate (its mask is the context-first one of generalized layer masking; norms, gates and
+residuals are by token). So the request side, down to each layer's keys and values, is computed once per request, and a
+candidate's output is a sum over those and a term of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from semel.models.attention import AttentionPlan, jagged_attention
+from semel.models.attention import AttentionPlan, KeysValues, jagged_attention
 from semel.models.config import EncoderConfig
 from semel.models.dropout import Dropout
-from semel.models.plans import Plans
 from semel.models.time_bias import TIME_BUCKETS
 
 
 class HSTU(nn.Module):
-    """``(history [T, dim], candidate [C, dim] or None)`` -> the same shapes; layers as in eq. 1-3 of the paper."""
+    """Layers as in eq. 1-3 of the paper."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.layers))
+        self.layers: Any = nn.ModuleList(HSTULayer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
 
-    def forward(self, history: Tensor, candidate: Tensor | None, plans: Plans) -> tuple[Tensor, Tensor | None]:
+    def request(self, history: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[KeysValues]]:
+        """[T, dim] -> states [T, dim], and the keys and values of each layer, for candidates to read."""
+        kept = []
         for layer in self.layers:
-            history, candidate = layer(history, candidate, plans)
-        return self.norm(history), None if candidate is None else self.norm(candidate)
+            history, shared = layer.request(history, plan)
+            kept.append(shared)
+        return self.norm(history), kept
+
+    def candidate(self, candidate: Tensor, kept: Sequence[KeysValues], plan: AttentionPlan) -> Tensor:
+        """[C, dim] -> [C, dim]."""
+        for layer, shared in zip(self.layers, kept, strict=True):
+            candidate = layer.candidate(candidate, shared, plan)
+        return self.norm(candidate)
 
 
 class HSTULayer(nn.Module):
@@ -49,13 +63,15 @@ class HSTULayer(nn.Module):
         nn.init.xavier_uniform_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, history: Tensor, candidate: Tensor | None, plans: Plans) -> tuple[Tensor, Tensor | None]:
+    def request(self, history: Tensor, plan: AttentionPlan) -> tuple[Tensor, KeysValues]:
+        """[T, dim] -> the same, and keys and values, each [T, heads, head_dim] by request."""
         u, v, q, k = self._project(history)
-        new_history = self._output(history, u, self._attend(q, k, v, plans.history))
-        if candidate is None or plans.candidate is None:
-            return new_history, None
-        cu, cv, cq, ck = self._project(candidate)
-        return new_history, self._output(candidate, cu, self._attend(cq, k, v, plans.candidate, ck, cv))
+        shared = KeysValues(k, v, plan.key_offsets)
+        return self._output(history, u, self._attend(q, k, v, plan)), shared
+
+    def candidate(self, candidate: Tensor, shared: KeysValues, plan: AttentionPlan) -> Tensor:
+        u, own_v, q, own_k = self._project(candidate)
+        return self._output(candidate, u, self._attend(q, shared.keys, shared.values, plan, own_k, own_v))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, own_k: Tensor | None = None,
                 own_v: Tensor | None = None) -> Tensor:

@@ -12,8 +12,8 @@ from semel.features import FeatureSpec
 from semel.models.config import ModelConfig
 from semel.models.dropout import Dropout
 from semel.models.embeddings import ITEM, FeatureTables
-from semel.models.plans import Plans
-from semel.models.rankers import make_encoder
+from semel.models.plans import history_plan
+from semel.models.sequence_ranker import make_encoder
 from semel.models.softmax import sample_negatives, softmax_loss
 
 
@@ -57,8 +57,8 @@ class NextItem(nn.Module):
         some = lengths > 0
         last = offsets[1:][some] - 1
         asked[last] = time[last] if as_of is None else as_of[some]
-        plans = Plans.of(self.encoder.config, offsets, time, query_time=asked)
-        return self.encoder(self.dropout(token), None, plans)[0]
+        plan = history_plan(self.encoder.config, offsets, time, query_time=asked)
+        return self.encoder.request(self.dropout(token), plan)[0]
 
     def last_state(self, history: JaggedTable, as_of: Tensor) -> Tensor:
         """[R, dim], ready to be multiplied with ``item_vectors``."""

@@ -1,8 +1,10 @@
-"""Who attends to whom in a target-aware sequence encoder: the history to its past, candidates to the history."""
+"""Who attends to whom in a target-aware sequence encoder: the history to its past, candidates to the history.
+
+With ``config.window`` attention is semi-local, as in ULTRA-HSTU: everyone sees the first ``config.prefix`` events of
+the history and the last ``config.window`` before itself.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,30 +12,24 @@ from semel.models.attention import AttentionPlan
 from semel.models.config import EncoderConfig
 
 
-@dataclass(frozen=True)
-class Plans:
-    """The attention plans of one batch, shared by all layers of an encoder."""
+def history_plan(config: EncoderConfig, offsets: Tensor, time: Tensor,
+                 query_time: Tensor | None = None) -> AttentionPlan:
+    """``offsets`` [R + 1], ``time`` [T] microseconds of the events; ``query_time`` [T]: the moment at which each
+    event's state is asked for something, its own time if None. One plan serves all layers of an encoder."""
+    past = time if _use_time(config) else None
+    return AttentionPlan(offsets, offsets, causal=True, positions=config.positions,
+                         query_time=past if query_time is None or past is None else query_time, key_time=past,
+                         window=config.window or None, prefix=config.prefix)
 
-    history: AttentionPlan
-    candidate: AttentionPlan | None
 
-    @classmethod
-    def of(cls, config: EncoderConfig, history_offsets: Tensor, history_time: Tensor,
-           candidate_offsets: Tensor | None = None, candidate_time: Tensor | None = None,
-           query_time: Tensor | None = None) -> Plans:
-        """``history_offsets`` [R + 1], ``history_time`` [T] microseconds; the same for candidates, or None.
+def candidate_plan(config: EncoderConfig, history_offsets: Tensor, history_time: Tensor, candidate_offsets: Tensor,
+                   candidate_time: Tensor) -> AttentionPlan:
+    """``candidate_offsets`` [R + 1], ``candidate_time`` [C]: when each candidate's request came."""
+    use_time = _use_time(config)
+    return AttentionPlan(candidate_offsets, history_offsets, causal=False, positions=config.positions,
+                         query_time=candidate_time if use_time else None, key_time=history_time if use_time else None,
+                         window=config.window or None, prefix=config.prefix)
 
-        ``query_time`` [T]: the moment at which each event's state is asked for something, its own time if None.
-        """
-        use_time = config.time and config.kind == "hstu"
-        past = history_time if use_time else None
-        asked = past if query_time is None or not use_time else query_time
-        history = AttentionPlan(history_offsets, history_offsets, causal=True, positions=config.positions,
-                                 query_time=asked, key_time=past)
-        if candidate_offsets is None:
-            return cls(history, None)
-        candidate = AttentionPlan(
-            candidate_offsets, history_offsets, causal=False, positions=config.positions,
-            query_time=candidate_time if use_time else None, key_time=past,
-        )
-        return cls(history, candidate)
+
+def _use_time(config: EncoderConfig) -> bool:
+    return config.time and config.kind == "hstu"

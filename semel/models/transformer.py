@@ -1,33 +1,42 @@
 """A causal transformer over the history, SASRec's encoder (Kang & McAuley, arXiv 1808.09781) in pre-norm form.
 
 The same shapes and the same rule as ``semel.models.hstu``: the history sees its past, a candidate sees the history and
-itself, no candidate sees another.
+itself, no candidate sees another, and no event sees a candidate; so it is isolated as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from semel.models.attention import jagged_attention
+from semel.models.attention import AttentionPlan, KeysValues, jagged_attention
 from semel.models.config import EncoderConfig
 from semel.models.dropout import Dropout
-from semel.models.plans import Plans
 
 
 class Transformer(nn.Module):
-    """``(history [T, dim], candidate [C, dim] or None)`` -> the same shapes."""
-
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
+        self.layers: Any = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
 
-    def forward(self, history: Tensor, candidate: Tensor | None, plans: Plans) -> tuple[Tensor, Tensor | None]:
+    def request(self, history: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[KeysValues]]:
+        """[T, dim] -> states [T, dim], and the keys and values of each layer, for candidates to read."""
+        kept = []
         for layer in self.layers:
-            history, candidate = layer(history, candidate, plans)
-        return self.norm(history), None if candidate is None else self.norm(candidate)
+            history, shared = layer.request(history, plan)
+            kept.append(shared)
+        return self.norm(history), kept
+
+    def candidate(self, candidate: Tensor, kept: Sequence[KeysValues], plan: AttentionPlan) -> Tensor:
+        """[C, dim] -> [C, dim]."""
+        for layer, shared in zip(self.layers, kept, strict=True):
+            candidate = layer.candidate(candidate, shared, plan)
+        return self.norm(candidate)
 
 
 class TransformerLayer(nn.Module):
@@ -45,17 +54,20 @@ class TransformerLayer(nn.Module):
         )
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, history: Tensor, candidate: Tensor | None, plans: Plans) -> tuple[Tensor, Tensor | None]:
+    def request(self, history: Tensor, plan: AttentionPlan) -> tuple[Tensor, KeysValues]:
+        """[T, dim] -> the same, and keys and values, each [T, heads, head_dim] by request."""
         q, k, v = self._project(history)
-        scale, bias = self.head_dim ** -0.5, self.position_bias
-        attended = jagged_attention(q, k, v, plans.history, weighting="softmax", scale=scale, position_bias=bias)
-        new_history = self._output(history, attended)
-        if candidate is None or plans.candidate is None:
-            return new_history, None
-        cq, ck, cv = self._project(candidate)
-        attended = jagged_attention(cq, k, v, plans.candidate, weighting="softmax", scale=scale, position_bias=bias,
-                                    own_k=ck, own_v=cv)
-        return new_history, self._output(candidate, attended)
+        shared = KeysValues(k, v, plan.key_offsets)
+        return self._output(history, self._attend(q, k, v, plan)), shared
+
+    def candidate(self, candidate: Tensor, shared: KeysValues, plan: AttentionPlan) -> Tensor:
+        q, own_k, own_v = self._project(candidate)
+        return self._output(candidate, self._attend(q, shared.keys, shared.values, plan, own_k, own_v))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, own_k: Tensor | None = None,
+                own_v: Tensor | None = None) -> Tensor:
+        return jagged_attention(q, k, v, plan, weighting="softmax", scale=self.head_dim ** -0.5, own_k=own_k,
+                                own_v=own_v, position_bias=self.position_bias)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """[N, dim] -> q, k, v, each [N, heads, head_dim]."""

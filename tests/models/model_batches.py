@@ -22,10 +22,11 @@ def encoders():
             "genres": Vocabulary(torch.arange(8))}
 
 
-def config(kind, encoder="hstu"):
-    return ModelConfig(kind=kind, dim=8, hidden=(16, 8), dropout=0.0,
-                       encoder=EncoderConfig(kind=encoder, dim=8, layers=2, heads=2, head_dim=4, dropout=0.0,
-                                             positions=21))
+def config(kind, encoder="hstu", window=0, **changes):
+    encoder = EncoderConfig(kind=encoder, dim=8, layers=2, heads=2, head_dim=4, dropout=0.0, positions=21,
+                            window=window, prefix=min(window, 2))
+    small = {"dim": 8, "hidden": (16, 8), "dropout": 0.0, "block_fields": 5, "fm_rank": 3, "fm_hidden": (12,)}
+    return ModelConfig(kind=kind, encoder=encoder, **{**small, **changes})
 
 
 def make_batch(history_lengths, candidate_counts, seed=0):

@@ -33,8 +33,9 @@ lengths = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 @ways
 @settings(max_examples=60, deadline=None)
 @given(queries=lengths, keys=lengths, causal=st.booleans(), weighting=st.sampled_from(["silu", "softmax"]),
-       own=st.booleans(), bias=st.booleans(), chunk=st.sampled_from([1, 30, 1 << 18]), seed=st.integers(0, 99))
-def test_equals_the_plain_form(attend, queries, keys, causal, weighting, own, bias, chunk, seed):
+       own=st.booleans(), bias=st.booleans(), chunk=st.sampled_from([1, 30, 1 << 18]), seed=st.integers(0, 99),
+       window=st.sampled_from([None, None, 1, 2, 4, 20]), prefix=st.integers(0, 5))
+def test_equals_the_plain_form(attend, queries, keys, causal, weighting, own, bias, chunk, seed, window, prefix):
     rows = min(len(queries), len(keys))
     query_offsets = offsets(queries[:rows])
     key_offsets = query_offsets if causal else offsets(keys[:rows])
@@ -53,10 +54,11 @@ def test_equals_the_plain_form(attend, queries, keys, causal, weighting, own, bi
     how = {"weighting": weighting, "scale": 0.7, "norm": 3.0}
     saved, attention_chunks.CHUNK_SCORES = attention_chunks.CHUNK_SCORES, chunk
     try:
-        plan = attention.AttentionPlan(query_offsets, key_offsets, causal=causal, positions=5 if bias else 0, **times)
+        plan = attention.AttentionPlan(query_offsets, key_offsets, causal=causal, positions=5 if bias else 0, **times,
+                                       window=window, prefix=prefix)
         fast = attend(q, k, v, plan, **how, **biases, **own_tokens)
         plain = reference.jagged_attention(q, k, v, query_offsets, key_offsets, causal=causal, **how, **times, **biases,
-                                           **own_tokens)
+                                           **own_tokens, window=window, prefix=prefix)
         assert fast.shape == plain.shape
         torch.testing.assert_close(fast, plain, atol=TOLERANCE, rtol=0)
         if t:
@@ -82,6 +84,60 @@ def test_causal_blocks_of_odd_lengths(attend, length):
     fast = attend(q, k, v, plan, weighting="softmax", scale=1.0)
     plain = reference.jagged_attention(q, k, v, o, o, causal=True, weighting="softmax", scale=1.0)
     torch.testing.assert_close(fast, plain, atol=TOLERANCE, rtol=0)
+
+
+@ways
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("length", "window", "prefix"), [(200, 16, 8), (200, 100, 40), (130, 1, 0), (70, 64, 64)])
+def test_semi_local_attention_over_many_blocks(attend, length, window, prefix, causal):
+    g = torch.Generator().manual_seed(length)
+    o = offsets([length, 3, 40])
+    t = length + 43
+    q, k, v = (draw(g, t, 2, 4) for _ in range(3))
+    position_bias, bias_by_time = draw(g, 150), draw(g, time_bias.TIME_BUCKETS)
+    when = torch.arange(t) * 10**8
+    shared = {"query_time": when, "key_time": when, "window": window, "prefix": prefix}
+    gradient = torch.randn(t, 2, 4, dtype=torch.float64, generator=g)
+    for weighting in ("silu", "softmax"):
+        how = {"weighting": weighting, "scale": 0.7, "position_bias": position_bias, "time_bias": bias_by_time}
+        plan = attention.AttentionPlan(o, o, causal=causal, positions=150, **shared)
+        fast = attend(q, k, v, plan, **how)
+        plain = reference.jagged_attention(q, k, v, o, o, causal=causal, **how, **shared)
+        torch.testing.assert_close(fast, plain, atol=TOLERANCE, rtol=0)
+        inputs = (q, k, v, position_bias, bias_by_time)
+        gradients = (torch.autograd.grad(out, inputs, gradient) for out in (fast, plain))
+        for got, wanted in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
+
+
+@ways
+def test_an_event_outside_prefix_and_window_is_not_seen(attend):
+    g = torch.Generator().manual_seed(0)
+    o = offsets([90])
+    q, k, v = (torch.randn(90, 1, 4, generator=g) for _ in range(3))
+    plan = attention.AttentionPlan(o, o, causal=True, window=10, prefix=5)
+    before = attend(q, k, v, plan, weighting="softmax", scale=1.0)
+    k[20], v[20] = 1e3, 1e3
+    changed = (attend(q, k, v, plan, weighting="softmax", scale=1.0) != before).flatten(1).any(1)
+    assert changed.nonzero().flatten().tolist() == list(range(20, 31))
+
+
+def test_pairs_are_those_that_the_mask_lets_meet():
+    for lengths_, counts in (([7, 0, 12], [2, 3, 1]), ([30], [4])):
+        keys, queries = offsets(lengths_), offsets(counts)
+        for window, prefix in ((None, 0), (3, 2), (5, 0), (1, 9)):
+            for causal in (True, False):
+                plan = attention.AttentionPlan(keys if causal else queries, keys, causal=causal, window=window,
+                                               prefix=prefix)
+                seen = 0
+                for n, m in zip(lengths_ if causal else counts, lengths_, strict=True):
+                    steps = torch.arange(m)
+                    gap = torch.arange(n)[:, None] - steps if causal else (m - steps).expand(n, m)
+                    mask = gap >= 0
+                    if window is not None:
+                        mask &= (gap <= window) | (steps < prefix)
+                    seen += int(mask.sum())
+                assert plan.pairs == seen
 
 
 def test_time_buckets():

@@ -9,7 +9,10 @@ from model_batches import FEATURES, config, encoders, make_batch
 from semel.batch import JaggedTable, RequestBatch
 from semel.models import load_model, make_model, ranking_loss, save_model
 
-KINDS = [("sequence_ranker", "hstu"), ("sequence_ranker", "transformer"), ("dcnv2", "hstu"), ("dlrm", "hstu")]
+KINDS = [("sequence_ranker", "hstu"), ("sequence_ranker", "transformer"), ("deep_cross_attention", "hstu"),
+         ("deep_cross_attention", "transformer"),
+         *((kind, "hstu") for kind in ("dlrm", "dcnv2", "rdcn", "wukong", "isolated_wukong", "final_mlp",
+                                       "isolated_final_mlp", "dhen", "isolated_dhen"))]
 
 
 def build(kind, encoder="hstu", seed=0):

@@ -36,8 +36,11 @@ def pick(batch: RequestBatch, request: int, candidates: list[int]) -> RequestBat
     )
 
 
-@pytest.mark.parametrize(("kind", "encoder"), [("sequence_ranker", "hstu"), ("sequence_ranker", "transformer"),
-                                               ("dcnv2", "hstu"), ("dlrm", "hstu"), ("next_item", "hstu")])
+@pytest.mark.parametrize(("kind", "encoder"), [
+    ("sequence_ranker", "transformer"),
+    *((kind, "hstu") for kind in ("sequence_ranker", "dlrm", "dcnv2", "rdcn", "wukong", "isolated_wukong", "final_mlp",
+                                  "isolated_final_mlp", "dhen", "isolated_dhen", "deep_cross_attention", "next_item")),
+])
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_a_score_is_the_same_alone_and_among_others(kind, encoder, data):
