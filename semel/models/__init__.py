@@ -8,10 +8,13 @@ from semel.models.deep_cross_attention import DeepCrossAttention
 from semel.models.dhen import DHEN, IsolatedDHEN
 from semel.models.dlrm import DLRM
 from semel.models.final_mlp import FinalMLP, IsolatedFinalMLP
+from semel.models.flops import Cost, cost_of
 from semel.models.heads import RankingHead, ranking_loss
 from semel.models.hstu import HSTU
 from semel.models.isolated import Sides
 from semel.models.next_item import NextItem
+from semel.models.reallocation import widen_request
+from semel.models.retrieval import TopK, top_k
 from semel.models.sequence_ranker import SequenceRanker
 from semel.models.transformer import Transformer
 from semel.models.vocabulary import Scale, Vocabulary
@@ -20,8 +23,8 @@ from semel.models.wukong import IsolatedWukong, Wukong
 register_pytrees()
 
 __all__ = [
-    "DHEN", "DLRM", "HSTU", "RDCN", "DCNv2", "DeepCrossAttention", "EncoderConfig", "FinalMLP", "IsolatedDHEN",
+    "DHEN", "DLRM", "HSTU", "RDCN", "Cost", "DCNv2", "DeepCrossAttention", "EncoderConfig", "FinalMLP", "IsolatedDHEN",
     "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "NextItem", "RDCNLayer",
-    "RankingHead", "Scale", "SequenceRanker", "Sides", "Transformer", "Vocabulary", "Wukong", "load_model",
-    "make_model", "ranking_loss", "save_model",
+    "RankingHead", "Scale", "SequenceRanker", "Sides", "TopK", "Transformer", "Vocabulary", "Wukong", "cost_of",
+    "load_model", "make_model", "ranking_loss", "save_model", "top_k", "widen_request",
 ]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from semel.models.attention_chunks import ChunksAttention, ChunksPlan, plan_chunks
 from semel.models.attention_rows import RowsAttention, RowsPlan
+from semel.models.flops import note
 
 Weighting = Literal["silu", "softmax"]
 
@@ -98,6 +99,8 @@ def jagged_attention(
     own (a candidate sees the history and itself, never another candidate); the own token has no bias. A query without
     keys gets only its own token's part: zeros where there is none.
     """
+    own_pairs = 0 if own_k is None else len(q)
+    note(lambda: 4 * (plan.pairs + own_pairs) * q.shape[1] * q.shape[2])
     empty = q.new_empty(0, *q.shape[1:])
     own = (own_k, own_v) if own_k is not None and own_v is not None else (empty, empty)
     biases = [q.new_empty(0) if bias is None else bias for bias in (position_bias, time_bias)]

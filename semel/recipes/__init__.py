@@ -11,8 +11,12 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ml1m_rank": "movielens", "ml1m_rank_dcnv2": "movielens", "ml1m_rank_dcnv2_no_history": "movielens",
-    "ml1m_rank_dlrm": "movielens", "ml1m_rank_transformer": "movielens", "ml1m_next": "movielens",
-    "ml1m_next_full": "movielens", "ml1m_next_sasrec": "movielens", "movies_rank": "movies", "movies_next": "movies",
+    "ml1m_rank_deep_cross_attention": "movielens", "ml1m_rank_dhen": "movielens", "ml1m_rank_dlrm": "movielens",
+    "ml1m_rank_final_mlp": "movielens", "ml1m_rank_isolated_dhen": "movielens",
+    "ml1m_rank_isolated_final_mlp": "movielens", "ml1m_rank_isolated_wukong": "movielens",
+    "ml1m_rank_rdcn": "movielens", "ml1m_rank_semi_local": "movielens", "ml1m_rank_transformer": "movielens",
+    "ml1m_rank_wukong": "movielens", "ml1m_next": "movielens", "ml1m_next_full": "movielens",
+    "ml1m_next_sasrec": "movielens", "movies_rank": "movies", "movies_next": "movies",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from semel.features import Feature, FeatureSpec, Task
 from semel.models.config import EncoderConfig, ModelConfig
@@ -59,6 +60,59 @@ def ml1m_rank_dlrm() -> Recipe:
     """DLRM over the same fields."""
     recipe = ml1m_rank()
     return replace(recipe, name="ml1m_rank_dlrm", model=replace(recipe.model, kind="dlrm"))
+
+
+def ml1m_rank_semi_local() -> Recipe:
+    """HSTU whose events and candidates see the first 10 events of the history and the last 30 before them."""
+    recipe = ml1m_rank()
+    encoder = replace(recipe.model.encoder, window=30, prefix=10)
+    return replace(recipe, name="ml1m_rank_semi_local", model=replace(recipe.model, encoder=encoder))
+
+
+def ml1m_rank_rdcn() -> Recipe:
+    """rDCN: DCN V2 whose request rows never see candidates."""
+    return _fields("ml1m_rank_rdcn", kind="rdcn")
+
+
+def ml1m_rank_wukong() -> Recipe:
+    """Wukong over the same fields as DCN V2."""
+    return _fields("ml1m_rank_wukong", kind="wukong")
+
+
+def ml1m_rank_isolated_wukong() -> Recipe:
+    """Wukong whose request rows never see candidates."""
+    return _fields("ml1m_rank_isolated_wukong", kind="isolated_wukong")
+
+
+def ml1m_rank_final_mlp() -> Recipe:
+    """FinalMLP over the same fields."""
+    return _fields("ml1m_rank_final_mlp", kind="final_mlp")
+
+
+def ml1m_rank_isolated_final_mlp() -> Recipe:
+    """FinalMLP whose request units never see candidates."""
+    return _fields("ml1m_rank_isolated_final_mlp", kind="isolated_final_mlp")
+
+
+def ml1m_rank_dhen() -> Recipe:
+    """DHEN, each layer an ensemble of a cross layer and pairs of fields."""
+    return _fields("ml1m_rank_dhen", kind="dhen", dim=16)
+
+
+def ml1m_rank_isolated_dhen() -> Recipe:
+    """The same, no member showing candidates to the request."""
+    return _fields("ml1m_rank_isolated_dhen", kind="isolated_dhen", dim=16)
+
+
+def ml1m_rank_deep_cross_attention() -> Recipe:
+    """Fields and the last 100 ratings meet at two depths, HSTU's layers encoding the history."""
+    return _fields("ml1m_rank_deep_cross_attention", kind="deep_cross_attention", dim=16,
+                   encoder=EncoderConfig(dim=32, layers=2, heads=1, head_dim=32, dropout=0.1, positions=101))
+
+
+def _fields(name: str, **changes: Any) -> Recipe:
+    recipe = ml1m_rank()
+    return replace(recipe, name=name, model=replace(recipe.model, **changes))
 
 
 def ml1m_next() -> Recipe:
