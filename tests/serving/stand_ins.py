@@ -53,15 +53,16 @@ def seen_items(batch):
     return torch.stack([counts, torch.nan_to_num(batch.candidate["year"])], dim=1)
 
 
-def save_tiny_model(run, strings=False, seed=0):
-    """A real, untrained HSTU ranker for the small store, in the folder ``run``."""
+def save_tiny_model(run, strings=False, seed=0, kind="sequence_ranker"):
+    """A real, untrained ranker (HSTU) for the small store, in the folder ``run``."""
     import torch
 
     from semel.features import stable_id
     from semel.models import EncoderConfig, ModelConfig, Scale, Vocabulary, make_model, save_model
 
     torch.manual_seed(seed)
-    config = ModelConfig(dim=8, hidden=(8,), encoder=EncoderConfig(dim=16, layers=2, heads=2, head_dim=8, positions=51))
+    config = ModelConfig(kind=kind, dim=8, hidden=(8,),
+                         encoder=EncoderConfig(dim=16, layers=2, heads=2, head_dim=8, positions=51))
     items = np.array([f"iü{number}" for number in range(40)], dtype=object) if strings else np.arange(40)
     texts = {"surface": ["home", "search"], "genres": ["drama", "war", "comedy"]}
     encoders = {"item_id": Vocabulary(stable_id(items)), "rating": Scale(3.0, 1.0), "hour": Scale(12.0, 6.0),

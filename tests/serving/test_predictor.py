@@ -11,7 +11,7 @@ import torch
 
 from semel.examples import ExposureLog
 from semel.features import Feature, FeatureSpec, Task
-from semel.serving import InvalidRequest, NonFiniteScore
+from semel.serving import InvalidRequest, NonFiniteScore, replay
 from semel.serving.predictor import Predictor
 from serving.stand_ins import SPEC, make_store, save_tiny_model, seen_items, stand_in
 
@@ -33,6 +33,24 @@ def test_the_best_come_first_and_ties_keep_the_order_of_the_request(predictor):
     assert result.pointer.user_id == 900 and result.pointer.version == predictor.store.version
     assert [item.item_id for item in predictor.rank(900, [3, 9, 8, 7, 1], limit=2).results] == [7, 9]
     assert len(predictor.rank(900, [3, 9], limit=50).results) == 2
+
+
+@pytest.mark.parametrize("kind", ["rdcn", "isolated_wukong", "isolated_final_mlp", "isolated_dhen",
+                                  "deep_cross_attention"])
+def test_isolated_models_are_served_and_replayed_like_any_other(tmp_path, kind):
+    for handle in make_store(tmp_path / "store"):
+        handle.close()
+    save_tiny_model(tmp_path / "run", kind=kind)
+    with Predictor.load(tmp_path / "run", tmp_path / "store", mode="a") as predictor:
+        user = int(predictor.store.keys()[0])
+        every = predictor.rank(user, list(range(12)), context={"surface": "home", "hour": 9.0})
+        some = predictor.rank(user, [3, 5], context={"surface": "home", "hour": 9.0})
+    scores = {item.item_id: item.score for item in every.results}
+    assert len(set(scores.values())) > 1
+    for item in some.results:
+        assert item.score == pytest.approx(scores[item.item_id], abs=2e-6)
+    report = replay(tmp_path / "run", tmp_path / "store")
+    assert report.histories_equal == report.requests == 2 and report.max_difference == 0
 
 
 def test_what_the_sigmoid_rounds_together_keeps_its_order(tmp_path):

@@ -55,14 +55,15 @@ def validations(run):
     return [line for line in run.metrics if line["kind"] == "validation"]
 
 
-@pytest.mark.parametrize("kind", ["sequence_ranker", "dcnv2", "next_item"])
+@pytest.mark.parametrize("kind", ["sequence_ranker", "dcnv2", "rdcn", "isolated_wukong", "isolated_final_mlp",
+                                  "isolated_dhen", "deep_cross_attention", "next_item"])
 def test_the_same_seed_gives_the_same_losses_and_model(store, tmp_path, kind):
     first, second, other = (Trainer(recipe(store, tmp_path, kind, seed=seed)).fit() for seed in (0, 0, 1))
     assert losses(first) == losses(second) != losses(other)
     assert load_model(first.path).version == load_model(second.path).version != load_model(other.path).version
 
 
-@pytest.mark.parametrize("kind", ["sequence_ranker", "dcnv2", "next_item"])
+@pytest.mark.parametrize("kind", ["sequence_ranker", "dcnv2", "isolated_wukong", "deep_cross_attention", "next_item"])
 def test_one_thread_gives_the_losses_of_two(store, tmp_path, kind):
     examples = ExampleConfig(validation_fraction=0.2, earlier_windows=0.5)
     before, runs = torch.get_num_threads(), []
