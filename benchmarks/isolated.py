@@ -1,6 +1,6 @@
 """Isolated models against the same models without sides: what they cost, and how well they rank.
 
-    python -m benchmarks.isolated --ml-1m FOLDER --movietweetings FOLDER [--seeds 5] [--epochs 1] [--json FILE]
+    python -m benchmarks.isolated --ml-1m FOLDER --movietweetings FOLDER [--seeds 5] [--json FILE]
     python -m benchmarks.isolated --quick             # the simulator only, small, 2 seeds
 
 Three forms of each model: ``plain``, whose every layer mixes request and candidate; ``isolated``, as wide, whose
@@ -52,9 +52,11 @@ T_QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.
 
 @dataclass(frozen=True)
 class Data:
-    """Batches of a data set in memory; ``vectors``: where item tables begin (as ``ModelConfig.warm_start`` says)."""
+    """Batches of a data set in memory, and how often training goes through them; ``vectors``: where item tables begin
+    (as ``ModelConfig.warm_start`` says)."""
 
     name: str
+    epochs: int
     features: FeatureSpec
     encoders: dict[str, Any]
     vectors: torch.Tensor
@@ -73,14 +75,15 @@ def model_config(kind: str, features: FeatureSpec) -> ModelConfig:
 
 
 @contextmanager
-def ratings(name: str, folder: Path, features: FeatureSpec, like: float, batch: int) -> Iterator[Data]:
+def ratings(name: str, folder: Path, features: FeatureSpec, like: float, batch: int, epochs: int) -> Iterator[Data]:
+    """``batch``: requests of a step."""
     with tempfile.TemporaryDirectory() as place:
         ingest(layouts.read(folder), Path(place) / "store")
-        yield load(name, Path(place) / "store", features, like, batch)
+        yield load(name, Path(place) / "store", features, like, batch, epochs)
 
 
 @contextmanager
-def simulated(users: int, batch: int) -> Iterator[Data]:
+def simulated(users: int, batch: int, epochs: int) -> Iterator[Data]:
     """Clicks on what a simulated site showed; what an event was (view or click) is its ``click`` column."""
     features = FeatureSpec(history=(Feature("item_id"), Feature("click"), Feature("topic")),
                            request=(Feature("age"), Feature("country")),
@@ -90,10 +93,10 @@ def simulated(users: int, batch: int) -> Iterator[Data]:
     data = replace(data, events=data.events.append_column("click", click))
     with tempfile.TemporaryDirectory() as place:
         ingest(data, Path(place) / "store")
-        yield load("simulator", Path(place) / "store", features, 1.0, batch)
+        yield load("simulator", Path(place) / "store", features, 1.0, batch, epochs)
 
 
-def load(name: str, store: Path, features: FeatureSpec, like: float, batch: int) -> Data:
+def load(name: str, store: Path, features: FeatureSpec, like: float, batch: int, epochs: int) -> Data:
     """Sittings of at most 50 events as requests; the last tenth of events tests, the tenth before it is left out."""
     examples = build_examples(store, "sittings", features, like_threshold=like, max_candidates=50)
     with HistoryStore.open(str(store)) as events, HistoryStore.open(str(store / "catalogue")) as catalogue:
@@ -108,7 +111,7 @@ def load(name: str, store: Path, features: FeatureSpec, like: float, batch: int)
     vocabulary = encoders[features.item]
     vectors = co_occurrence_embeddings(vocabulary(histories.columns[features.item]), histories.offsets,
                                        len(vocabulary), 8, 3)  # type: ignore[arg-type]
-    return Data(name, features, encoders, vectors, train, test)
+    return Data(name, epochs, features, encoders, vectors, train, test)
 
 
 def configurations(plain_kind: str, features: FeatureSpec) -> dict[str, ModelConfig]:
@@ -119,18 +122,18 @@ def configurations(plain_kind: str, features: FeatureSpec) -> dict[str, ModelCon
             "widened": widen_request(isolated, plain, features, candidates=MANY, history=history)}
 
 
-def trained(config: ModelConfig, data: Data, seed: int, epochs: int) -> tuple[Any, float]:
+def trained(config: ModelConfig, data: Data, seed: int) -> tuple[Any, float]:
     """Test predictions and seconds of training. The order of batches is the seed's, the same for all forms."""
     torch.manual_seed(seed)
     model = make_model(config, data.features, data.encoders)
     model.tables.start_items_at(data.vectors)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    total = epochs * len(data.train)
+    total = data.epochs * len(data.train)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1, (s + 1) / 50) * max(0, 1 - s / total))
     order = np.random.default_rng(seed)
     started = time.perf_counter()
     model.train()
-    for _ in range(epochs):
+    for _ in range(data.epochs):
         for number in order.permutation(len(data.train)):
             batch = data.train[number]
             loss = ranking_loss(model(batch), batch, data.features.tasks)
@@ -162,14 +165,14 @@ def over_seeds(values: list[float]) -> dict[str, float]:
     return {"value": mean, "low": mean - half, "high": mean + half}
 
 
-def compare(kind: str, data: Data, seeds: int, epochs: int) -> list[dict[str, Any]]:
+def compare(kind: str, data: Data, seeds: int) -> list[dict[str, Any]]:
     """One row a form."""
     forms = configurations(kind, data.features)
     found: dict[str, list[tuple[float, float, np.ndarray]]] = {form: [] for form in forms}
     seconds: dict[str, list[float]] = {form: [] for form in forms}
     for seed in range(seeds):
         for form, config in forms.items():
-            predictions, took = trained(config, data, seed, epochs)
+            predictions, took = trained(config, data, seed)
             found[form].append(judged(predictions, data.task))
             seconds[form].append(took)
             auc, entropy, _ = found[form][-1]
@@ -212,20 +215,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 def sources(arguments: argparse.Namespace) -> Iterator[Any]:
     like = (Task("like"),)
     if arguments.quick:
-        yield simulated(300, 64)
+        yield simulated(300, 16, 1)
         return
     if arguments.simulator_users:
-        yield simulated(arguments.simulator_users, arguments.batch)
+        yield simulated(arguments.simulator_users, 32, 2)
     if arguments.movietweetings:
         spec = FeatureSpec(history=(Feature("item_id"), Feature("rating")), candidate=(Feature("genres", "multi"),),
                            tasks=like, history_last=50)
-        yield ratings("MovieTweetings", arguments.movietweetings, spec, 8.0, arguments.batch)
+        yield ratings("MovieTweetings", arguments.movietweetings, spec, 8.0, 256, 2)
     if arguments.ml_1m:
         spec = FeatureSpec(history=(Feature("item_id"), Feature("rating")),
                            request=(Feature("age"), Feature("gender"), Feature("occupation")),
                            candidate=(Feature("year", "numeric"), Feature("genres", "multi")), tasks=like,
                            history_last=50)
-        yield ratings("MovieLens-1M", arguments.ml_1m, spec, 4.0, arguments.batch)
+        yield ratings("MovieLens-1M", arguments.ml_1m, spec, 4.0, 64, 1)
 
 
 def main() -> None:
@@ -235,8 +238,6 @@ def main() -> None:
     parser.add_argument("--simulator-users", type=int, default=2000, help="0: without the simulator")
     parser.add_argument("--models", nargs="+", choices=list(PAIRS), default=["dcnv2", "final_mlp", "wukong"])
     parser.add_argument("--seeds", type=int, choices=sorted(T_QUANTILE), default=5)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=128, help="requests of a step")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, help="write the rows here, after each model")
     arguments = parser.parse_args()
@@ -250,7 +251,7 @@ def main() -> None:
                   f"{sum(b.candidates for b in data.test)} candidates to test on, read in "
                   f"{time.perf_counter() - started:.0f} s", flush=True)
             for kind in arguments.models:
-                rows += compare(kind, data, seeds, arguments.epochs)
+                rows += compare(kind, data, seeds)
                 if arguments.json:
                     arguments.json.write_text(json.dumps(rows, indent=1))
     print(table(rows))

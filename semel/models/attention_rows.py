@@ -285,7 +285,8 @@ def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, quer
                 count = min(BLOCK, queries - start)
                 low, high, local, gap = _block(start, count, keys, causal, prefix, window)
                 block = high - gap
-                _dots(q, first_q + start, count, head, columns, 0, low, scores, 0)
+                if low:
+                    _dots(q, first_q + start, count, head, columns, 0, low, scores, 0)
                 _dots(q, first_q + start, count, head, columns, local, high - local, scores, low)
                 for i in range(count):
                     at = first_q + start + i
@@ -312,7 +313,8 @@ def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, quer
                         s[j] = 0
                     for j in range(seen, block):
                         s[j] = 0
-                _weigh_block(scores, 0, count, low, v, first_k, head, out, first_q + start, spare)
+                if low:
+                    _weigh_block(scores, 0, count, low, v, first_k, head, out, first_q + start, spare)
                 _weigh_block(scores, low, count, block - low, v, first_k + local, head, out, first_q + start, spare)
 
 
@@ -358,9 +360,10 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
                 count = min(BLOCK, queries - start)
                 low, high, local, gap = _block(start, count, keys, causal, prefix, window)
                 block = high - gap
-                _dots(q, first_q + start, count, head, k_columns, 0, low, scores, 0)
+                if low:
+                    _dots(q, first_q + start, count, head, k_columns, 0, low, scores, 0)
+                    _dots(grad, first_q + start, count, head, v_columns, 0, low, dscores, 0)
                 _dots(q, first_q + start, count, head, k_columns, local, high - local, scores, low)
-                _dots(grad, first_q + start, count, head, v_columns, 0, low, dscores, 0)
                 _dots(grad, first_q + start, count, head, v_columns, local, high - local, dscores, low)
                 for i in range(count):
                     at = first_q + start + i
@@ -410,9 +413,10 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
                     for j in range(seen, block):
                         weights_t[j, i], dscores_t[j, i], ds[j] = 0, 0, 0
                 near, first_near = block - low, first_k + local
-                _weigh_block(dscores, 0, count, low, k, first_k, head, dq, first_q + start, spare)
+                if low:
+                    _weigh_block(dscores, 0, count, low, k, first_k, head, dq, first_q + start, spare)
+                    _weigh_block(dscores_t, 0, low, count, q, first_q + start, head, dk, first_k, spare)
+                    _weigh_block(weights_t, 0, low, count, grad, first_q + start, head, dv, first_k, spare)
                 _weigh_block(dscores, low, count, near, k, first_near, head, dq, first_q + start, spare)
-                _weigh_block(dscores_t, 0, low, count, q, first_q + start, head, dk, first_k, spare)
                 _weigh_block(dscores_t[low:], 0, near, count, q, first_q + start, head, dk, first_near, spare)
-                _weigh_block(weights_t, 0, low, count, grad, first_q + start, head, dv, first_k, spare)
                 _weigh_block(weights_t[low:], 0, near, count, grad, first_q + start, head, dv, first_near, spare)
