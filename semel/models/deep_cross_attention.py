@@ -94,9 +94,9 @@ class DeepCrossAttention(IsolatedRanker):
 
     def __init__(self, config: ModelConfig, features: FeatureSpec, encoders: Mapping[str, nn.Module]) -> None:
         super().__init__(config, features, encoders)
-        if not features.history or not config.encoder.layers:
-            raise ValueError("a deep_cross_attention model reads the history at every depth: it needs history features "
-                             "and encoder.layers of at least 1")
+        if not config.encoder.layers:
+            raise ValueError("a deep_cross_attention model is as deep as its encoder: it needs encoder.layers of at "
+                             "least 1")
         width = config.request_width, config.candidate_width
         block = self.fields.share(config.block_fields, *width)
         hidden = [self.fields.share(units, *width) for units in config.fm_hidden]

@@ -1,13 +1,14 @@
 """Every model: shapes, gradients, and the same outputs from disk."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from model_batches import FEATURES, config, encoders, make_batch
 
 from semel.batch import JaggedTable, RequestBatch
-from semel.models import load_model, make_model, ranking_loss, save_model
+from semel.models import EncoderConfig, load_model, make_model, ranking_loss, save_model
 
 KINDS = [("sequence_ranker", "hstu"), ("sequence_ranker", "transformer"), ("deep_cross_attention", "hstu"),
          ("deep_cross_attention", "transformer"),
@@ -116,3 +117,44 @@ def test_next_item_learns_a_cycle():
                            torch.zeros(5, dtype=torch.int64))
     best = model.score_items(request, torch.arange(1, 40)).argmax(1) + 1
     assert best.tolist() == [1, 1, 1, 1]  # 60 = 10 cycles, so 1 comes next
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"kind": "resnet"}, "none of sequence_ranker, dlrm"),
+    ({"kind": "dhen", "members": ("cross", "cross")}, "each once"),
+    ({"kind": "dhen", "members": ("convolution",)}, "must be some of cross"),
+    ({"kind": "dhen", "members": ()}, "got none"),
+    ({"kind": "rdcn", "request_width": 0.0}, "request_width must be above 0"),
+    ({"kind": "wukong", "fm_rank": 0}, "fm_rank must be at least 1"),
+])
+def test_impossible_configurations_are_one_clear_error(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_models_that_the_features_do_not_fit_are_one_clear_error():
+    bare = replace(FEATURES, request=())
+    for kind in ("rdcn", "isolated_wukong", "isolated_final_mlp", "final_mlp", "isolated_dhen", "deep_cross_attention"):
+        with pytest.raises(ValueError, match="request features or a history"):
+            make_model(config(kind, history=False), bare, encoders())
+    shallow = config("deep_cross_attention")
+    with pytest.raises(ValueError, match=r"encoder.layers of at least 1"):
+        make_model(replace(shallow, encoder=replace(shallow.encoder, layers=0)), FEATURES, encoders())
+    with pytest.raises(ValueError, match="not a multiple of fusion_heads 3"):
+        make_model(config("final_mlp", fusion_heads=3), FEATURES, encoders())
+    with pytest.raises(ValueError, match="without a window"):
+        EncoderConfig(prefix=2)
+
+
+def test_a_model_saved_before_it_had_these_options_is_read(tmp_path):
+    model = build("dcnv2").eval()
+    save_model(tmp_path, model, config("dcnv2"), FEATURES)
+    described = json.loads((tmp_path / "model.json").read_text())
+    for name in ("interaction_layers", "block_fields", "fm_rank", "fm_hidden", "members", "fusion_heads", "queries",
+                 "request_width", "candidate_width"):
+        del described["config"][name]
+    for name in ("window", "prefix"):
+        del described["config"]["encoder"][name]
+    (tmp_path / "model.json").write_text(json.dumps(described))
+    batch = make_batch([5, 0], [3, 2])
+    assert torch.equal(load_model(tmp_path).model(batch), model(batch))
