@@ -222,7 +222,7 @@ def sources(arguments: argparse.Namespace) -> Iterator[Any]:
     if arguments.movietweetings:
         spec = FeatureSpec(history=(Feature("item_id"), Feature("rating")), candidate=(Feature("genres", "multi"),),
                            tasks=like, history_last=50)
-        yield ratings("MovieTweetings", arguments.movietweetings, spec, 8.0, 256, 2)
+        yield ratings("MovieTweetings", arguments.movietweetings, spec, 8.0, 256, 1)
     if arguments.ml_1m:
         spec = FeatureSpec(history=(Feature("item_id"), Feature("rating")),
                            request=(Feature("age"), Feature("gender"), Feature("occupation")),
