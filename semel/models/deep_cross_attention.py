@@ -123,13 +123,13 @@ class DeepCrossAttention(IsolatedRanker):
         for layer in self.layers:
             history, fields, shared = layer.request(history, fields, past, plan)
             kept.append(shared)
-        return [table.offsets, kept, self.head.request(fields.flatten(1))[1]]
+        return [kept, self.head.request(fields.flatten(1))[1]]
 
     def score(self, state: Any, candidate: Mapping[str, Any], candidate_offsets: Tensor) -> Tensor:
-        history_offsets, kept, head = state
+        kept, head = state
         fields = self.candidate_fields(candidate)
         owner = owners(candidate_offsets, len(fields))
-        plan = self._plan(candidate_offsets, history_offsets)
+        plan = self._plan(candidate_offsets, kept[0][1].offsets)  # all depths have the same events
         for layer, shared in zip(self.layers, kept, strict=True):
             fields = layer.candidate(fields, shared, owner, plan)
         return self.head.candidate(fields.flatten(1), head, owner)

@@ -53,7 +53,8 @@ class FieldRanker(nn.Module):
 class IsolatedRanker(FieldRanker):
     """A model whose request rows never see candidates.
 
-    ``request(batch.request)`` gives a state, a list (of lists) of tensors with first axis R: all that candidates read.
+    ``request(batch.request)`` gives a state, all that candidates read: lists of tensors with first axis R, and of
+    ``Jagged`` and ``KeysValues`` of R rows (``semel.models.states`` cuts and joins them).
     ``score(state, batch.candidate, batch.candidate_offsets)`` gives logits [C, tasks] for any candidates of these
     requests, as often as wanted.
     """

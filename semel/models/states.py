@@ -1,0 +1,66 @@
+"""Request states of isolated models, cut by request and joined: what a cache of them needs.
+
+A state is a list, of tensors whose first axis is the request, of ``Jagged`` and ``KeysValues`` with a row a request, or
+of such lists (``semel.models.fields.IsolatedRanker.request``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semel.batch import Jagged
+from semel.models.attention import KeysValues
+
+
+def requests_of(state: Any) -> int:
+    """How many requests a state holds."""
+    if isinstance(state, (list, tuple)):
+        return requests_of(state[0])
+    return len(state) if isinstance(state, Tensor) else len(state.offsets) - 1
+
+
+def take(state: Any, start: int, stop: int) -> Any:
+    """The state of requests ``start`` to ``stop``, in copies: nothing of the other requests is kept alive by it."""
+    if isinstance(state, (list, tuple)):
+        return [take(part, start, stop) for part in state]
+    if isinstance(state, Tensor):
+        return state[start:stop].clone()
+    first, last = int(state.offsets[start]), int(state.offsets[stop])
+    offsets = state.offsets[start : stop + 1] - first
+    if isinstance(state, KeysValues):
+        return KeysValues(state.keys[first:last].clone(), state.values[first:last].clone(), offsets)
+    return Jagged(state.values[first:last].clone(), offsets)
+
+
+def split(state: Any) -> list[Any]:
+    """A state of its own for each request."""
+    return [take(state, number, number + 1) for number in range(requests_of(state))]
+
+
+def join(states: Sequence[Any]) -> Any:
+    """States of the same model, their requests one after the other. ValueError for none."""
+    if not states:
+        raise ValueError("no states to join; a state of no requests comes from a batch of none")
+    first = states[0]
+    if isinstance(first, (list, tuple)):
+        return [join(parts) for parts in zip(*states, strict=True)]
+    if isinstance(first, Tensor):
+        return torch.cat(list(states))
+    lengths = torch.cat([state.offsets.diff() for state in states])
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    if isinstance(first, KeysValues):
+        return KeysValues(torch.cat([s.keys for s in states]), torch.cat([s.values for s in states]), offsets)
+    return Jagged(torch.cat([s.values for s in states]), offsets)
+
+
+def bytes_of(state: Any) -> int:
+    """What a state takes in memory."""
+    if isinstance(state, (list, tuple)):
+        return sum(bytes_of(part) for part in state)
+    if isinstance(state, Tensor):
+        return state.nbytes
+    return sum(value.nbytes for value in vars(state).values())
