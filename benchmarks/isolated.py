@@ -3,12 +3,13 @@
     python -m benchmarks.isolated --ml-1m FOLDER --movietweetings FOLDER [--seeds 5] [--json FILE]
     python -m benchmarks.isolated --quick             # the simulator only, small, 2 seeds
 
-Three forms of each model: ``plain``, whose every layer mixes request and candidate; ``isolated``, as wide, whose
-request rows never see candidates; and ``widened``, its request side made wider until 100 candidates a request cost as
-much as in the plain form. Each is trained on the same batches in the same order, with the same learning rate, from
---seeds starts; the data are split by time. FLOPs are of matrix products, per candidate, at N candidates a request.
-Intervals: of the difference to the plain form of the same seed, 95 % by Student's t over seeds; and, of the mean over
-seeds, by resampling users. AUC above 0 and NE below 0 are better than plain.
+Four forms of each model: ``plain``, whose every layer mixes request and candidate; ``isolated``, as wide, whose request
+rows never see candidates; and two that cost as much as plain with 100 candidates a request: ``widened``, all that
+isolation saved being spent on a wider request side, and ``both``, whose candidate side is widened to half the cost
+first. Each is trained on the same batches in the same order, with the same learning rate, from --seeds starts; the data
+are split by time. FLOPs are of matrix products, per candidate, at N candidates a request. Intervals: of the difference
+to the plain form of the same seed, 95 % by Student's t over seeds; and, of the mean over seeds, by resampling users.
+AUC above 0 and NE below 0 are better than plain.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from semel.datasets.simulate import SimulationConfig, simulate
 from semel.examples import RequestLoader, build_examples, history_tensors, sequences_before
 from semel.features import Feature, FeatureSpec, Task
 from semel.history import HistoryStore
-from semel.models import ModelConfig, make_model, ranking_loss, widen_request
+from semel.models import ModelConfig, make_model, ranking_loss, widen_candidate, widen_request
 from semel.models.reallocation import cost
 from semel.training.evaluation import predict
 from semel.training.statistics import request_statistics
@@ -118,8 +119,10 @@ def configurations(plain_kind: str, features: FeatureSpec) -> dict[str, ModelCon
     plain = model_config(plain_kind, features)
     isolated = replace(plain, kind=PAIRS[plain_kind])  # type: ignore[arg-type]
     history = features.history_last
+    half = widen_candidate(isolated, plain, features, share=0.5, candidates=MANY, history=history)
     return {"plain": plain, "isolated": isolated,
-            "widened": widen_request(isolated, plain, features, candidates=MANY, history=history)}
+            "widened": widen_request(isolated, plain, features, candidates=MANY, history=history),
+            "both": widen_request(half, plain, features, candidates=MANY, history=history)}
 
 
 def trained(config: ModelConfig, data: Data, seed: int) -> tuple[Any, float]:
@@ -184,6 +187,7 @@ def compare(kind: str, data: Data, seeds: int) -> list[dict[str, Any]]:
         by_user = [np.mean([sums for _, _, sums in found[f]], axis=0) for f in (form, "plain")]
         rows.append({
             "data": data.name, "model": kind, "form": form, "request_width": config.request_width,
+            "candidate_width": config.candidate_width,
             "flops_1": spent.amortized(1), f"flops_{MANY}": spent.amortized(MANY), "request_share": spent.request_share,
             "auc": statistics.fmean(a for a, _, _ in found[form]), "ne": statistics.fmean(b for _, b, _ in found[form]),
             "auc_minus_plain": over_seeds([a for a, _ in gaps]), "ne_minus_plain": over_seeds([b for _, b in gaps]),
@@ -197,7 +201,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     def gap(value: dict[str, float]) -> str:
         return f"{value['value']:+.4f} ({value['low']:+.4f}..{value['high']:+.4f})"
 
-    lines = ["| data | model | form | request width | FLOPs a candidate, N=1 | N=100 | vs plain | AUC "
+    lines = ["| data | model | form | widths | FLOPs a candidate, N=1 | N=100 | vs plain | AUC "
              "| AUC - plain (seeds) | NE | NE - plain (seeds) | (users) | train s |", "|" + "---|" * 13]
     plain = 1.0
     for row in rows:
@@ -205,7 +209,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         plain = many if row["form"] == "plain" else plain
         own = row["form"] == "plain"
         lines.append("| " + " | ".join([
-            row["data"], row["model"], row["form"], f"{row['request_width']:.2f}", f"{row['flops_1'] / 1e3:.1f} k",
+            row["data"], row["model"], row["form"], f"{row['request_width']:.2f}, {row['candidate_width']:.2f}",
+            f"{row['flops_1'] / 1e3:.1f} k",
             f"{many / 1e3:.1f} k", f"{many / plain - 1:+.0%}", f"{row['auc']:.4f}",
             "" if own else gap(row["auc_minus_plain"]), f"{row['ne']:.4f}", "" if own else gap(row["ne_minus_plain"]),
             "" if own else gap(row["ne_minus_plain_by_user"]), f"{row['seconds']:.1f}"]) + " |")

@@ -13,7 +13,7 @@ from semel.models.heads import RankingHead, ranking_loss
 from semel.models.hstu import HSTU
 from semel.models.isolated import Sides
 from semel.models.next_item import NextItem
-from semel.models.reallocation import widen_request
+from semel.models.reallocation import widen_candidate, widen_request
 from semel.models.retrieval import TopK, top_k
 from semel.models.sequence_ranker import SequenceRanker
 from semel.models.transformer import Transformer
@@ -26,5 +26,5 @@ __all__ = [
     "DHEN", "DLRM", "HSTU", "RDCN", "Cost", "DCNv2", "DeepCrossAttention", "EncoderConfig", "FinalMLP", "IsolatedDHEN",
     "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "NextItem", "RDCNLayer",
     "RankingHead", "Scale", "SequenceRanker", "Sides", "TopK", "Transformer", "Vocabulary", "Wukong", "cost_of",
-    "load_model", "make_model", "ranking_loss", "save_model", "top_k", "widen_request",
+    "load_model", "make_model", "ranking_loss", "save_model", "top_k", "widen_candidate", "widen_request",
 ]

@@ -67,7 +67,7 @@ class ModelConfig:
     candidate; its depth is ``encoder.layers``.
 
     ``request_width``, ``candidate_width``: of isolated models, each side's hidden units as a multiple of its share of
-    the model without sides; the share is that of its input fields. ``semel.models.reallocation.widen_request`` finds
+    the model without sides; the share is that of its input fields. ``semel.models.widen_request`` finds
     the request width that costs as much."""
 
     kind: ModelKind = "sequence_ranker"

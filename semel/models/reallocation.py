@@ -2,7 +2,7 @@
 
 An isolated model as wide as the one without sides costs less per candidate, for its request side is computed once for
 all of them. ``widen_request`` makes that side wider, by one ratio in all of its layers, until N candidates a request
-cost the same again.
+cost the same again; ``widen_candidate`` may give candidates a part of it first.
 """
 
 from __future__ import annotations
@@ -38,22 +38,38 @@ def widen_request(isolated: ModelConfig, plain: ModelConfig, features: FeatureSp
                   history: int | None = None) -> ModelConfig:
     """``isolated`` with the largest ``request_width``, within a hundredth, whose amortized cost at ``candidates`` a
     request is at most that of ``plain``. Raises ValueError if it costs more as it is."""
-    budget = cost(plain, features, history).amortized(candidates)
+    return _widest(isolated, "request_width", plain, features, 1.0, candidates, history)
+
+
+def widen_candidate(isolated: ModelConfig, plain: ModelConfig, features: FeatureSpec, *, share: float = 0.5,
+                    candidates: int = 100, history: int | None = None) -> ModelConfig:
+    """``isolated`` with the largest ``candidate_width`` whose amortized cost is at most ``share`` of that of ``plain``;
+    the rest is for ``widen_request`` to spend. Candidate units are few in an isolated model as wide as the plain one,
+    whose every unit is a candidate's. Raises ValueError if it costs more as it is."""
+    return _widest(isolated, "candidate_width", plain, features, share, candidates, history)
+
+
+def _widest(isolated: ModelConfig, name: str, plain: ModelConfig, features: FeatureSpec, share: float, candidates: int,
+            history: int | None) -> ModelConfig:
+    budget = share * cost(plain, features, history).amortized(candidates)
+
+    def wide(width: float) -> ModelConfig:
+        return replace(isolated, **{name: width})  # type: ignore[arg-type]
 
     def affordable(width: float) -> bool:
-        return cost(replace(isolated, request_width=width), features, history).amortized(candidates) <= budget
+        return cost(wide(width), features, history).amortized(candidates) <= budget
 
-    low = isolated.request_width
+    low = getattr(isolated, name)
     if not affordable(low):
-        raise ValueError(f"with {candidates} candidates a request a {isolated.kind} model of request_width {low} costs "
-                         f"more than the {plain.kind} model already; make it smaller")
+        raise ValueError(f"with {candidates} candidates a request a {isolated.kind} model of {name} {low} costs more "
+                         f"than {share:.0%} of the {plain.kind} model already; make it smaller")
     high = low
     while affordable(high) and high < WIDEST:
         low, high = high, 2 * high
     while high - low > 0.01 * low:
         middle = (low + high) / 2
         low, high = (middle, high) if affordable(middle) else (low, middle)
-    return replace(isolated, request_width=low)
+    return wide(low)
 
 
 def _encoders(features: FeatureSpec) -> dict[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""The benchmark of isolated models: its three forms cost what it says, and its rows compare like with like."""
+"""The benchmark of isolated models: its forms cost what it says, and its rows compare like with like."""
 
 import sys
 from pathlib import Path
@@ -22,21 +22,22 @@ def data():
 @pytest.mark.parametrize("kind", list(isolated.PAIRS))
 def test_the_forms_cost_less_and_then_the_same(kind):
     forms = isolated.configurations(kind, FEATURES)
-    plain, narrow, wide = (cost(forms[name], FEATURES).amortized(isolated.MANY)
-                           for name in ("plain", "isolated", "widened"))
-    assert narrow < 0.7 * plain and 0.95 * plain < wide <= plain
+    plain, narrow, wide, both = (cost(form, FEATURES).amortized(isolated.MANY) for form in forms.values())
+    assert narrow < 0.7 * plain and 0.95 * plain < wide <= plain and 0.95 * plain < both <= plain
+    assert forms["both"].candidate_width > forms["widened"].candidate_width == 1
+    assert forms["widened"].request_width > forms["both"].request_width > 1
 
 
 def test_a_row_a_form_with_paired_differences(data):
     rows = isolated.compare("dcnv2", data, 2)
-    assert [row["form"] for row in rows] == ["plain", "isolated", "widened"]
+    assert [row["form"] for row in rows] == ["plain", "isolated", "widened", "both"]
     assert rows[0]["auc_minus_plain"] == {"value": 0.0, "low": 0.0, "high": 0.0}
     for row in rows[1:]:
         for figure in ("auc", "ne"):
             gap = row[f"{figure}_minus_plain"]
             assert gap["value"] == pytest.approx(row[figure] - rows[0][figure], abs=1e-12)
             assert gap["low"] <= gap["value"] <= gap["high"]
-    assert isolated.table(rows).count("\n") == 4
+    assert isolated.table(rows).count("\n") == 5
 
 
 def test_the_interval_over_seeds_is_students():

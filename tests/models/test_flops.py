@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_batches import FEATURES, config, encoders, make_batch
 
-from semel.models import cost_of, make_model, widen_request
+from semel.models import cost_of, make_model, widen_candidate, widen_request
 from semel.models.flops import count
 from semel.models.reallocation import cost
 
@@ -66,6 +66,17 @@ def test_an_isolated_model_costs_less_and_widened_as_much(isolated, plain):
     assert cost(wide, FEATURES).per_candidate <= 1.001 * cost(isolated, FEATURES).per_candidate
 
 
+@pytest.mark.parametrize(("isolated", "plain"), PAIRS)
+def test_candidates_may_have_a_part_of_it_first(isolated, plain):
+    isolated, plain = config(isolated, hidden=(32, 16)), config(plain, hidden=(32, 16))
+    budget = cost(plain, FEATURES).amortized(100)
+    half = widen_candidate(isolated, plain, FEATURES, share=0.5)
+    assert half.candidate_width > 1 and 0.4 * budget < cost(half, FEATURES).amortized(100) <= 0.5 * budget
+    both = widen_request(half, plain, FEATURES)
+    assert both.candidate_width == half.candidate_width and both.request_width > 1
+    assert 0.95 * budget < cost(both, FEATURES).amortized(100) <= budget
+
+
 def test_a_model_over_budget_is_one_clear_error():
-    with pytest.raises(ValueError, match="costs more than the dcnv2"):
+    with pytest.raises(ValueError, match="costs more than 100% of the dcnv2"):
         widen_request(config("rdcn", candidate_width=9.0), config("dcnv2"), FEATURES)
