@@ -152,16 +152,12 @@ class Expression:
         """The product of two values, summed over every axis that is not in ``out``."""
         self, other = self.settle(emit), other.settle(emit)
         if self.stage == other.stage == Stage.CANDIDATE:
-            summed = {a for a in (*self.axes, *other.axes) if a not in out}
-            scale = 1.0
-            first, second = self.leaf(emit), other.leaf(emit)
-            for axis in summed:
-                if axis not in first.axes and axis not in second.axes:
-                    scale *= axis.size
-            factor = pairwise(emit, first, second, out, Factor)
-            if scale == 1.0:
-                return Expression.of(factor, dtype, out)
-            return Expression(out, (Term((factor,), scale),), dtype).settle(emit)
+            for one, two in ((self, other), (other, self)):
+                if one.lazy:
+                    joined = one._into_states(emit, two, out, dtype)
+                    if joined is not None:
+                        return joined
+            return self._both(emit, other, out, dtype)
         if len(self.terms) * len(other.terms) > MOST_TERMS:
             self.leaf(emit) if len(self.terms) > len(other.terms) else other.leaf(emit)
         terms = []
@@ -173,6 +169,39 @@ class Expression:
                 have = {axis for factor in factors for axis in factor.axes}
                 scale *= size_of(new for new in fresh.values() if new not in have)
                 terms.append(Term(factors, scale))
+        return Expression(out, tuple(terms), dtype).settle(emit)
+
+    def _both(self, emit: Emitter, other: Expression, out: tuple[Axis, ...], dtype: torch.dtype) -> Expression:
+        """The product of two candidate-side values, computed."""
+        first, second = self.leaf(emit), other.leaf(emit)
+        summed = {axis for axis in (*self.axes, *other.axes) if axis not in out}
+        scale = float(size_of(axis for axis in summed if axis not in first.axes and axis not in second.axes))
+        factor = pairwise(emit, first, second, out, Factor)
+        if scale == 1.0:
+            return Expression.of(factor, dtype, out)
+        return Expression(out, (Term((factor,), scale),), dtype).settle(emit)
+
+    def _into_states(self, emit: Emitter, other: Expression, out: tuple[Axis, ...], dtype: torch.dtype) -> Expression | None:
+        """The product by a candidate's few numbers (a gate, a norm), which commutes with the request's operators: it
+        multiplies what they are applied to. None where that would make those larger than the value itself."""
+        if not any(f.stage == Stage.REQUEST for term in self.terms for f in term.factors):
+            return None
+        gate = other.leaf(emit)
+        terms = []
+        fresh = {axis: Axis(axis.size) for axis in (*self.axes, *other.axes) if axis not in out}
+        for term in self.terms:
+            state = next((f for f in term.factors if f.stage == Stage.CANDIDATE), None)
+            rest = [f for f in term.factors if f is not state]
+            if state is None:
+                made = gate
+            else:
+                if 2 * size_of({*state.axes, *gate.axes}) > size_of({*self.axes, *gate.axes}):
+                    return None
+                made = pairwise(emit, state, gate, [*state.axes, *gate.axes], Factor)
+            factors = tuple(_renamed(f, fresh) for f in (*rest, made))
+            have = {axis for factor in factors for axis in factor.axes}
+            scale = term.scale * size_of(new for new in fresh.values() if new not in have)
+            terms.append(Term(factors, scale))
         return Expression(out, tuple(terms), dtype).settle(emit)
 
     def summed(self, emit: Emitter, axes: Iterable[Axis]) -> Expression:

@@ -572,74 +572,93 @@ def cat(emit: Emitter, values: Sequence[Value], dim: int, dtype: torch.dtype) ->
     """Values one after the other along a logical axis: one block a side, and one for each that is still open."""
     if len(values) == 1:
         return values[0]
-    values = [fused(emit, v, [a for d, group in enumerate(v.groups) if d != dim for a in group]) for v in values]
+    values = [merged(value, dim) for value in values]
     for d in range(len(values[0].groups)):
         if d != dim:
-            for k in range(1, len(values)):
-                values[0], values[k] = unify(emit, values[0], d, values[k], d)
+            for _ in range(2):  # the second time round all take up what the last one brought
+                for k in range(1, len(values)):
+                    values[0], values[k] = unify(emit, values[0], d, values[k], d)
     groups = [next((v.groups[d] for v in values if v.groups[d]), ()) if d != dim else ()
               for d in range(len(values[0].groups))]
-    values = [merged(value, dim) for value in values]
+    others = [axis for group in groups for axis in group]
+    keys = _keys([axis for axis in others if axis.blocks])
     offset = 0
-    settled: dict[Stage, list[tuple[np.ndarray, Group, Expression]]] = {}
-    open_: list[tuple[np.ndarray, Group, Expression]] = []
+    entries: list[tuple[np.ndarray, Group, list[Expression]]] = []
     for value in values:
         group = value.groups[dim]
         if BATCH in group:
             raise Unproved("it puts rows of the batch together")
-        size = size_of(group)
-        for key, part in value.parts.items():
-            axis = group[0] if group else None
-            if axis is not None and axis.blocks:
-                block = axis.blocks[dict(key)[axis]]
-                positions, inside = block.positions, block.axes
-            else:
-                positions, inside = np.arange(size), group
-            entry = (positions + offset, inside, part)
-            if part.lazy and any(f.stage == Stage.REQUEST for t in part.terms for f in t.factors):
-                open_.append(entry)
-            else:
+        axis = group[0] if group else None
+        if axis is not None and axis.blocks:
+            for number, block in enumerate(axis.blocks):
+                found = [_part(value, key | {(axis, number)}) for key in keys]
+                entries.append((block.positions + offset, block.axes, found))
+        else:
+            entries.append((np.arange(size_of(group)) + offset, group, [_part(value, key) for key in keys]))
+        offset += size_of(group)
+    rows = Stage.REQUEST if _any_rows(values) else Stage.CONSTANT
+    settled: dict[tuple[Stage, ...], list[tuple[np.ndarray, Group, list[Expression]]]] = {}
+    still_open = [entry for entry in entries if any(map(_is_open, entry[2]))]
+    if len(still_open) > MOST_BLOCKS // 2:
+        still_open = []
+    for entry in entries:
+        if not any(entry is other for other in still_open):
+            for part in entry[2]:
                 part.leaf(emit)
-                settled.setdefault(max(part.stage, Stage.REQUEST if _any_rows(values) else part.stage), []).append(entry)
-        offset += size
-    if len(open_) > MOST_BLOCKS // 2:
-        for entry in open_:
-            entry[2].leaf(emit)
-            settled.setdefault(entry[2].stage, []).append(entry)
-        open_ = []
-    outer = tuple(a for group in groups for a in group if a is not BATCH)
-    new = Axis(offset)
+            settled.setdefault(tuple(max(part.stage, rows) for part in entry[2]), []).append(entry)
     blocks, parts = [], {}
-    entries = [*(_joined(emit, stage, items, outer, dtype) for stage, items in sorted(settled.items())), *open_]
-    for number, (positions, inside, part) in enumerate(entries):
-        blocks.append(Block(positions, inside))
-        parts[frozenset({(new, number)})] = part
+    new = Axis(offset)
+    for stages, items in sorted(settled.items()):
+        blocks.append(_joined(emit, stages, items, [inner(others, key) for key in keys], dtype))
+    blocks += still_open
+    for number, (_, _, found) in enumerate(blocks):
+        for key, part in zip(keys, found, strict=True):
+            parts[key | {(new, number)}] = part
     base = Value(tuple(groups), {}, dtype)
-    return _with_blocks(base, dim, new, blocks, parts)
+    return _with_blocks(base, dim, new, [Block(positions, axes) for positions, axes, _ in blocks], parts)
+
+
+def _keys(axes: Sequence[Axis]) -> list[Key]:
+    """Every combination of the blocks of mixed axes."""
+    return [frozenset(zip(axes, choice, strict=True)) for choice in product(*(range(len(a.blocks)) for a in axes))]
+
+
+def _part(value: Value, key: Key) -> Expression:
+    """The part of a value, which may lack some of the axes of ``key``."""
+    (part,) = [part for other, part in value.parts.items() if other <= key]
+    return part
+
+
+def _is_open(part: Expression) -> bool:
+    return part.lazy and any(f.stage == Stage.REQUEST for term in part.terms for f in term.factors)
 
 
 def _any_rows(values: Sequence[Value]) -> bool:
     return any(value.batched for value in values)
 
 
-def _joined(emit: Emitter, stage: Stage, items: Sequence[tuple[np.ndarray, Group, Expression]], outer: Group,
-            dtype: torch.dtype) -> tuple[np.ndarray, Group, Expression]:
-    if len(items) == 1 and items[0][2].stage == stage:
+def _joined(emit: Emitter, stages: Sequence[Stage], items: Sequence[tuple[np.ndarray, Group, list[Expression]]],
+            outer: Sequence[Group], dtype: torch.dtype) -> tuple[np.ndarray, Group, list[Expression]]:
+    """Blocks that are computed at the same stages as one block."""
+    if len(items) == 1:
         return items[0]
-    pieces = []
-    for positions, inside, part in items:
-        factor = ordered_factor(emit, full(emit, part.leaf(emit), (*outer, *inside)), (*outer, *inside))
-        node = factor.node
-        if factor.stage == Stage.CONSTANT and stage != Stage.CONSTANT:
-            node = emit.call(aten.unsqueeze.default, node, 0)
-            node = emit.call(aten.expand.default, node, [emit.rows(stage), *([-1] * len(factor.axes))])
-        if len(inside) != 1:
-            node = emit.reshape(node, [*(a.size for a in outer), len(positions)], int(stage != Stage.CONSTANT))
-        pieces.append(node)
     positions = np.concatenate([entry[0] for entry in items])
     axis = Axis(len(positions))
-    node = emit.call(aten.cat.default, pieces, int(stage != Stage.CONSTANT) + len(outer))
-    return positions, (axis,), Expression.of(Factor(node, (*outer, axis)), dtype)
+    parts = []
+    for at, (stage, around) in enumerate(zip(stages, outer, strict=True)):
+        pieces = []
+        for where, inside, found in items:
+            factor = ordered_factor(emit, full(emit, found[at].leaf(emit), (*around, *inside)), (*around, *inside))
+            node = factor.node
+            if factor.stage == Stage.CONSTANT and stage != Stage.CONSTANT:
+                node = emit.call(aten.unsqueeze.default, node, 0)
+                node = emit.call(aten.expand.default, node, [emit.rows(stage), *([-1] * len(factor.axes))])
+            if len(inside) != 1:
+                node = emit.reshape(node, [*(a.size for a in around), len(where)], int(stage != Stage.CONSTANT))
+            pieces.append(node)
+        node = emit.call(aten.cat.default, pieces, int(stage != Stage.CONSTANT) + len(around))
+        parts.append(Expression.of(Factor(node, (*around, axis)), dtype))
+    return positions, (axis,), parts
 
 
 # ---------------------------------------------------------------------------------------------- the tensor itself
