@@ -144,11 +144,11 @@ def tile_of(model: ZooModel) -> InputTile | None:
 class Compared:
     """One model in its four forms. Forms are made once and used at every number of candidates."""
 
-    def __init__(self, model: ZooModel, compile_both: bool) -> None:
+    def __init__(self, model: ZooModel, compile_both: bool, candidates: int = STATED) -> None:
         self.model = model
         started = time.perf_counter()
         self.shared = share(model.module, model.example_inputs(4), request_inputs=model.request_inputs,
-                            candidates_hint=STATED)
+                            candidates_hint=candidates)
         self.share_seconds = time.perf_counter() - started
         self.tile = tile_of(model)
         self.piece = largest_piece(model)
@@ -219,11 +219,16 @@ def float64_difference(model: ZooModel, candidates: int) -> float | None:
     return worst
 
 
+def stated(arguments: argparse.Namespace) -> int:
+    """Candidates for which the models are shared and the means are taken."""
+    return STATED if STATED in arguments.sizes else max(arguments.sizes)
+
+
 def examine(build: Callable[[], ZooModel], arguments: argparse.Namespace) -> dict[str, Any]:
     """All sizes of one model, or the reason why it cannot be shared."""
     model = build()
     try:
-        both = Compared(model, arguments.compiled)
+        both = Compared(model, arguments.compiled, stated(arguments))
     except SharingError as error:
         return {"refused": " ".join(str(error).split())}
     lookups = both.tile.lookups if both.tile else 0
@@ -235,7 +240,7 @@ def examine(build: Callable[[], ZooModel], arguments: argparse.Namespace) -> dic
         if not arguments.json:
             print(line(model.name, row), flush=True)
     if not arguments.no_float64:
-        result["float64_difference"] = float64_difference(model, 128)
+        result["float64_difference"] = float64_difference(model, min(128, stated(arguments)))
         if not arguments.json and result["float64_difference"] is not None:
             print(f"{'':28} float64: largest difference {result['float64_difference']:.1e}", flush=True)
     return result
@@ -269,11 +274,11 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     return math.exp(statistics.fmean(map(math.log, found))) if found else None
 
 
-def summary(results: dict[str, dict[str, Any]], stated: int) -> dict[str, Any]:
+def summary(results: dict[str, dict[str, Any]], candidates: int) -> dict[str, Any]:
     """The measures that the issue names. Models that are refused count in the first only."""
     taken = {name: r for name, r in results.items() if "rows" in r}
     at = {name: row for name, r in taken.items() for row in r["rows"]
-          if row["candidates"] == stated and not row["ragged"] and row["speed_up"]}
+          if row["candidates"] == candidates and not row["ragged"] and row["speed_up"]}
     halved = [row for row in at.values() if row["flops"].get("naive")
               and row["flops"]["shared"] <= row["flops"]["naive"] / 2]
     bounds = [(row["slower_bound"][column], name, row["candidates"], column) for name, r in taken.items()
@@ -281,7 +286,7 @@ def summary(results: dict[str, dict[str, Any]], stated: int) -> dict[str, Any]:
     return {
         "models": len(results), "shared": len(taken),
         "refused": {name: r["refused"] for name, r in results.items() if "refused" in r},
-        "candidates": stated,
+        "candidates": candidates,
         "tile": geometric_mean(row["speed_up"]["tile"] for row in at.values() if "tile" in row["speed_up"]),
         "request_included": geometric_mean(row["speed_up"]["shared"] for row in at.values()),
         "request_cached": geometric_mean(row["speed_up"]["cached"] for row in at.values()),
@@ -298,9 +303,9 @@ def summary(results: dict[str, dict[str, Any]], stated: int) -> dict[str, Any]:
 @torch.no_grad()
 def cross_network(models: dict[str, Callable[[], ZooModel]], arguments: argparse.Namespace) -> dict[str, Any]:
     """DCNv2 exact and rDCN at ``STATED`` candidates, both against the unmodified DCNv2, interleaved in one run."""
-    exact = Compared(models["own.DCNv2"](), arguments.compiled)
-    other = Compared(models["own.RDCN"](), arguments.compiled)
-    candidates = STATED if STATED in arguments.sizes else max(arguments.sizes)
+    candidates = stated(arguments)
+    exact = Compared(models["own.DCNv2"](), arguments.compiled, candidates)
+    other = Compared(models["own.RDCN"](), arguments.compiled, candidates)
     vanilla = exact.columns(candidates, False)
     isolated = other.columns(candidates, False)
     times = interleaved({"naive": vanilla["naive"], "exact": vanilla["shared"], "exact, cached": vanilla["cached"],
@@ -339,7 +344,7 @@ def main() -> None:
         if not arguments.json and "refused" in results[name]:
             print(f"{name:28} refused: {results[name]['refused']}", flush=True)
         torch._dynamo.reset()
-    report = summary(results, STATED if STATED in arguments.sizes else max(arguments.sizes))
+    report = summary(results, stated(arguments))
     if arguments.models is None or any(n.startswith("own") for n in arguments.models):
         report["cross_network"] = cross_network(models, arguments)
     if arguments.json:

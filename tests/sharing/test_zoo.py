@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.zoo import zoo
 from benchmarks.zoo_model import ZooModel, broadcast, split_inputs
-from semel.sharing import SharingError, share
+from semel.sharing import SharedModel, SharingError, share
+from semel.sharing.choice import Choice
 
 REFUSED = {     # what torch.export does not take, and why
     "deepctr.DIEN": "data-dependent",
@@ -26,11 +27,18 @@ OFFSETS = {"one request": [0, 5], "one candidate": [0, 1], "ragged": [0, 3, 3, 7
 
 
 @pytest.fixture(scope="module", params=TAKEN)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ZooModel, Any]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ZooModel, SharedModel]]:
     model = MODELS[request.param]()
     if model.float64:
         model = model.double()
-    yield model, share(model.module, model.example_inputs(4), request_inputs=model.request_inputs)
+    yield model, share(model.module, model.example_inputs(4), request_inputs=model.request_inputs, candidates_hint=4)
+
+
+def taking(shared: SharedModel, way: str) -> SharedModel:
+    """Every call is computed in this way, whatever was fastest; else a test might compare the original with itself."""
+    shared.choices = {(what, many): (Choice(4, way if many else "shared", {}),)
+                      for what in ("call", "score") for many in (False, True)}
+    return shared
 
 
 def inputs(model: ZooModel, offsets: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -54,21 +62,22 @@ def close(model: ZooModel, got: Tensor, expected: Tensor, float64: float = 1e-10
     assert worst <= (float64 * max(scale, 1.0) if model.float64 else 1e-5 * scale), worst
 
 
+@pytest.mark.parametrize("way", ["shared", "each"])
 @pytest.mark.parametrize("case", OFFSETS)
-def test_outputs_equal(pair: tuple[ZooModel, Any], case: str) -> None:
-    model, shared = pair
+def test_outputs_equal(pair: tuple[ZooModel, SharedModel], case: str, way: str) -> None:
+    model, shared = pair[0], taking(pair[1], way)
     offsets = torch.tensor(OFFSETS[case])
     request, candidate = inputs(model, offsets)
     with torch.no_grad():
         expected = expected_of(model, request, candidate, offsets)
         close(model, shared(request, candidate, offsets), expected)
         close(model, shared.score(shared.request(request), candidate, offsets), expected)
-    assert float(expected.std()) > 1e-4 or len(expected) == 1, "equal whatever the inputs: the test would see nothing"
+    assert len(expected) == 1 or float(expected.std()) > 1e-4, "equal whatever the inputs: the test would see nothing"
 
 
 @pytest.mark.parametrize("case", ["one request", "ragged"])
-def test_gradients_equal(pair: tuple[ZooModel, Any], case: str) -> None:
-    model, shared = pair
+def test_gradients_equal(pair: tuple[ZooModel, SharedModel], case: str) -> None:
+    model, shared = pair[0], taking(pair[1], "shared")
     offsets = torch.tensor(OFFSETS[case])
     request, candidate = inputs(model, offsets)
     naive = broadcast(model, request, candidate, offsets)
@@ -92,8 +101,8 @@ def test_gradients_equal(pair: tuple[ZooModel, Any], case: str) -> None:
             close(model, theirs, gradient, float64=1e-9)
 
 
-def test_nothing_to_score(pair: tuple[ZooModel, Any]) -> None:
-    model, shared = pair
+def test_nothing_to_score(pair: tuple[ZooModel, SharedModel]) -> None:
+    model, shared = pair[0], taking(pair[1], "shared")
     tail = model.module(*model.example_inputs(2)).shape[1:]
     request, candidate = inputs(model, torch.tensor([0, 3, 5]))
     none = torch.utils._pytree.tree_map(lambda x: x[:0], candidate)
