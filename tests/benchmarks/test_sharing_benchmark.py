@@ -30,7 +30,7 @@ def test_it_prints_one_document() -> None:
             assert row["relative_difference"] <= 1e-5
             assert row["ms"].keys() >= {"naive", "shared", "cached"} and min(row["ms"].values()) > 0
             assert row["slower_bound"]["shared"] >= 1 / row["speed_up"]["shared"]
-        assert model["rows"][1]["flops"]["cached"] < model["rows"][1]["flops"]["naive"]
+        assert 0 < model["rows"][1]["flops"]["cached"] <= model["rows"][1]["flops"]["naive"]
     assert "tile" in result["models"]["own.DLRM"]["rows"][1]["ms"]
     assert result["summary"]["shared"] == 2 and result["summary"]["candidates"] == 16
     assert result["summary"]["cross_network"]["speed_up"].keys() == {"exact", "exact, cached", "rDCN", "rDCN, cached"}
