@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from semel.sharing.axes import BATCH, Axis, Block, Group
+from semel.sharing.cost import row_flops
 from semel.sharing.emission import Emitter, Stage, aten
 from semel.sharing.errors import SharingError, Unproved
 from semel.sharing.export import ModelGraph, place
@@ -157,7 +158,7 @@ class Rewriter:
             return materialize(self.emit, value, stage)
 
         args, kwargs = fx.map_arg(node.args, tensor), fx.map_arg(node.kwargs, tensor)
-        flops = 0 if constant else _flops(node, self.model)
+        flops = 0 if constant else int(row_flops(node, self.model))
         made = self.emit.call(node.target, *args, flops=flops, stage=Stage.CONSTANT if constant else stage, **kwargs)
         value = node.meta["val"]
         if isinstance(value, Tensor):
@@ -191,19 +192,6 @@ def compact(emit: Emitter, node: fx.Node, sizes: Sequence[int], lead: int = 0) -
     if any(size == 1 for size in sizes):
         node = emit.reshape(node, [size for size in sizes if size != 1], lead)
     return node, [(Axis(size),) if size != 1 else () for size in sizes]
-
-
-def _flops(node: fx.Node, model: ModelGraph) -> int:
-    """Roughly, a row: what the operator reads and writes (matrix products have rules of their own)."""
-    value = node.meta["val"]
-    tensors = [value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)]
-    total = 0
-    for tensor in tensors:
-        count = 1
-        for size, _ in model.shape(tensor):
-            count *= size
-        total += count
-    return total
 
 
 def _flat(value: Any) -> list[Any]:

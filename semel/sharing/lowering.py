@@ -33,7 +33,7 @@ class Program:
 def lower(emit: Emitter, outputs: Sequence[Any], single: bool) -> dict[Stage, Program]:
     """A program for each stage. Outputs of the last stage are ``output:i``; of the others, the names of nodes."""
     wanted = [node for node in outputs if isinstance(node, fx.Node)]
-    live = _reachable(wanted)
+    live = reachable(wanted)
     nodes = [node for node in emit.graph.nodes if node in live]
     crossing = {argument for node in nodes for argument in node.all_input_nodes
                 if argument.meta["stage"] < node.meta["stage"] and _made(argument)}
@@ -45,7 +45,8 @@ def _made(node: fx.Node) -> bool:
     return node.op == "call_function"
 
 
-def _reachable(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def reachable(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """``nodes`` and all that they need."""
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:

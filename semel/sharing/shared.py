@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ from semel.sharing.export import ModelGraph, export
 from semel.sharing.inputs import Signature, signature_of
 from semel.sharing.interpret import Rewriter, interpret
 from semel.sharing.lowering import OWNER, SLOT, TABLE, Program, lower
+
+if TYPE_CHECKING:
+    from semel.sharing.explain import Explanation
+    from semel.sharing.verify import Verification
 
 
 ORIGINAL, SHARED, EACH = "original", "shared", "each"
@@ -227,6 +231,22 @@ class SharedModel(nn.Module):
     def _original_way(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
         args, kwargs = self.signature.call(self.repeated(request, candidate, offsets))
         return self.original(*args, **kwargs)
+
+    def explain(self) -> Explanation:
+        """What each operator costs, shared and before, and why one could not be shared: print it, or take its ``rows``."""
+        from semel.sharing.explain import explain
+
+        return explain(self)
+
+    def verify(self, gradients: bool = True, seed: int = 0, example_inputs: Any = None) -> Verification:
+        """Outputs (and ``gradients``) against the model's own on random inputs, and that no candidate moves another's.
+
+        In eval mode. Inputs are drawn from those given to ``share``, or from ``example_inputs``. Raises SharingError
+        with the worst place.
+        """
+        from semel.sharing.verify import verify
+
+        return verify(self, gradients, seed, example_inputs)
 
     def repeated(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> list[Tensor]:
         """The model's inputs in order, one row a candidate."""

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import fx
 
-from semel.sharing.axes import BATCH, Axis, size_of
-from semel.sharing.emission import Stage, aten
+from semel.sharing.axes import BATCH, size_of
+from semel.sharing.emission import aten
 from semel.sharing.errors import Unproved
 from semel.sharing.expression import Expression, Factor, full, ordered_factor
 from semel.sharing.interpret import Rewriter, rule
-from semel.sharing.values import Value, add, inner, mapped, multiply, summed
+from semel.sharing.values import Key, Value, add, inner, multiply
 
 
 @rule(aten.layer_norm.default)
@@ -45,44 +45,55 @@ def _open(x: Value) -> bool:
 
 def _from_sums(w: Rewriter, node: fx.Node, x: Value, dims: list[int], weight: Value | None, bias: Value | None,
                eps: float) -> Value:
-    """LayerNorm as ``(x - mean) * rstd * weight + bias`` with mean and variance from sums over the blocks.
+    """LayerNorm over blocks, each centred by its own mean ``m_b``: with ``n_b`` elements of ``n`` in it,
 
-    Everything is centred by the request's mean first: sums of squares of values far from zero would cancel.
+        mean = sum_b n_b m_b / n        variance = sum_b (sum (x_b - m_b)^2 + n_b (m_b - mean)^2) / n
+        out_b = (x_b - m_b) rstd + (m_b - mean) rstd
+
+    No term of the variance is negative, so that nothing cancels however far from zero the values lie (the pairwise
+    update of Chan, Golub and LeVeque, 1979). The request's ``x_b - m_b`` stays a factor, which a linear layer behind takes up.
     """
-    dtype = w.dtype(node)
+    dtype, emit = w.dtype(node), w.emit
     axes = [axis for d in dims for axis in x.groups[d]]
     count = size_of(axes)
-    x = _centred(w, x, axes, dims)
-    squares = Value(x.groups, {key: part.times(w.emit, part, part.axes, dtype) if part.stage < Stage.CANDIDATE
-                               else _square(w, part) for key, part in x.parts.items()}, dtype)
-    mean = mapped(summed(w.emit, x, dims, True), lambda part: part.scaled(w.emit, 1.0 / count))
-    mean = mapped(mean, lambda part: Expression.of(part.leaf(w.emit), dtype, part.axes))
-    second = mapped(summed(w.emit, squares, dims, True), lambda part: part.scaled(w.emit, 1.0 / count))
-    variance = add(w.emit, second, mapped(multiply(w.emit, mean, mean, dtype), lambda p: p.scaled(w.emit, -1.0)), dtype)
-    rstd = mapped(variance, lambda part: _rsqrt(w, part, eps))
-    out = multiply(w.emit, add(w.emit, x, mapped(mean, lambda p: p.scaled(w.emit, -1.0)), dtype), rstd, dtype)
+    together: dict[Key, list[Key]] = {}
+    for key in x.parts:
+        together.setdefault(frozenset(pair for pair in key if pair[0] not in axes), []).append(key)
+    parts: dict[Key, Expression] = {}
+    for keys in together.values():
+        sizes = {key: size_of(inner(axes, key)) for key in keys}
+        means = {key: _now(w, x.parts[key].summed(emit, inner(axes, key)).scaled(emit, 1.0 / sizes[key]))
+                 for key in keys}
+        centred = {key: _now(w, _plus(w, x.parts[key], means[key].scaled(emit, -1.0))) for key in keys}
+        mean = _total(w, [means[key].scaled(emit, sizes[key] / count) for key in keys])
+        apart = {key: _now(w, _plus(w, means[key], mean.scaled(emit, -1.0))) for key in keys}
+        variance = _total(w, [
+            *(_square(w, centred[key]).summed(emit, inner(axes, key)).scaled(emit, 1.0 / count) for key in keys),
+            *(_square(w, apart[key]).scaled(emit, sizes[key] / count) for key in keys)])
+        rstd = _rsqrt(w, variance, eps)
+        for key in keys:
+            outer = apart[key].axes
+            moved = apart[key].times(emit, rstd, outer, dtype)
+            parts[key] = _plus(w, centred[key].times(emit, rstd, centred[key].axes, dtype), moved)
+    out = Value(x.groups, parts, dtype)
     if weight is not None:
         out = multiply(w.emit, out, weight, dtype)
     return out if bias is None else add(w.emit, out, bias, dtype)
 
 
-def _centred(w: Rewriter, x: Value, axes: list[Axis], dims: list[int]) -> Value:
-    """``x`` less the mean of its request-side elements, where there are some and nothing else is mixed."""
-    early = {key: part for key, part in x.parts.items() if part.stage == Stage.REQUEST}
-    if not early or any(axis.blocks for axis in x.axes if axis not in axes):
-        return x
-    total, count = None, 0
-    for key, part in early.items():
-        here = inner(axes, key)
-        s = part.summed(w.emit, here)
-        total = s if total is None else total.plus(w.emit, s, s.axes, x.dtype)
-        count += size_of(here)
-    assert total is not None
-    rest = tuple(axis for axis in x.axes if axis not in axes and axis is not BATCH)
-    groups = tuple(() if d in dims else group for d, group in enumerate(x.groups))
-    mean = Value(groups, {frozenset(): total.scaled(w.emit, -1.0 / count)}, x.dtype)
-    assert set(rest) == set(mean.axes) - {BATCH}
-    return add(w.emit, x, mean, x.dtype)
+def _now(w: Rewriter, part: Expression) -> Expression:
+    return Expression.of(part.leaf(w.emit), part.dtype, part.axes)
+
+
+def _plus(w: Rewriter, a: Expression, b: Expression) -> Expression:
+    return a.plus(w.emit, b, a.axes, a.dtype)
+
+
+def _total(w: Rewriter, parts: list[Expression]) -> Expression:
+    total = parts[0]
+    for part in parts[1:]:
+        total = _plus(w, total, part)
+    return _now(w, total)
 
 
 def _square(w: Rewriter, part: Expression) -> Expression:
@@ -93,8 +104,7 @@ def _square(w: Rewriter, part: Expression) -> Expression:
 
 def _rsqrt(w: Rewriter, part: Expression, eps: float) -> Expression:
     factor = part.leaf(w.emit)
-    node = w.emit.call(aten.rsqrt.default, w.emit.call(aten.add.Scalar, w.emit.call(
-        aten.clamp_min.default, factor.node, 0.0), eps))
+    node = w.emit.call(aten.rsqrt.default, w.emit.call(aten.add.Scalar, factor.node, eps))
     return Expression.of(Factor(node, factor.axes), part.dtype, part.axes)
 
 

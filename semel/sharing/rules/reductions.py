@@ -8,7 +8,8 @@ from torch import fx
 
 from semel.sharing.axes import BATCH, Axis, size_of
 from semel.sharing.emission import Stage, aten
-from semel.sharing.errors import Unproved
+from semel.sharing.errors import SharingError, Unproved
+from semel.sharing.export import place
 from semel.sharing.expression import Expression, Factor, full, ordered_factor
 from semel.sharing.interpret import Rewriter, rule
 from semel.sharing.values import Value, fused, inner, mapped, summed
@@ -45,7 +46,8 @@ def along(w: Rewriter, node: fx.Node, a: Value, dims: list[int], keep: bool, cal
     """``call(tensor, dim)`` with the logical axes ``dims`` as the last axis. ``shape``: the result keeps that axis."""
     gone = [axis for d in dims for axis in a.groups[d]]
     if BATCH in gone:
-        raise Unproved("it works along the batch")
+        raise SharingError(f"{node.name} works along the rows of a batch, so that a score depends on the other candidates "
+                           f"({place(node)}); do it outside the model")
     a = fused(w.emit, a, gone)
     gone = [axis for d in dims for axis in a.groups[d]]
     rest = [axis for axis in a.axes if axis not in gone]
