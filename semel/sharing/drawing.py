@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -84,7 +84,7 @@ def _moved(node: fx.Node, moved: Mapping[fx.Node, Any], model: ModelGraph, batch
     def given(argument: fx.Node) -> Any:
         return moved[argument] if argument in moved else _size(argument, model, batch)
 
-    args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
-    if packet(node.target) is aten._to_copy:
-        return args[0]
-    return node.target(*args, **kwargs)
+    args = cast("tuple[Any, ...]", fx.map_arg(node.args, given))
+    kwargs = cast("dict[str, Any]", fx.map_arg(node.kwargs, given))
+    target: Any = node.target
+    return args[0] if packet(target) is aten._to_copy else target(*args, **kwargs)

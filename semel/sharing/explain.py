@@ -11,11 +11,12 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx
 
+from semel.sharing.choice import Choice
 from semel.sharing.cost import VIEWS, flops_of, packet, row_bytes, row_flops
 from semel.sharing.emission import Emitter, Stage, apply, rows, spread
 from semel.sharing.export import place
@@ -23,6 +24,7 @@ from semel.sharing.lowering import reachable
 from semel.sharing.values import Value
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
     from semel.sharing.shared import SharedModel
@@ -67,14 +69,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """``constant_flops``: once, whenever parameters change. ``choices``: form and timings by number of candidates,
-    where they were measured."""
+    """``constant_flops``: once, whenever parameters change. ``choices``: the ways that were timed, by what is called
+    (``call`` or ``score``) and whether for several requests."""
 
     model: str
     rows: tuple[Row, ...]
     candidates_hint: int
     constant_flops: float
-    choices: Mapping[int, Any]
+    choices: Mapping[tuple[str, bool], tuple[Choice, ...]]
 
     @property
     def total(self) -> Cost:
@@ -92,7 +94,8 @@ class Explanation:
     def to_json(self) -> dict[str, Any]:
         return {"model": self.model, "candidates_hint": self.candidates_hint, "ratio": self.ratio(),
                 "total": asdict(self.total), "constant_flops": self.constant_flops,
-                "choices": {str(n): choice for n, choice in self.choices.items()},
+                "choices": [{"what": what, "several": several, **asdict(choice)}
+                            for (what, several), choices in self.choices.items() for choice in choices],
                 "rows": [{key: value for key, value in asdict(row).items() if key != "cost"} | asdict(row.cost)
                          for row in self.rows]}
 
@@ -125,20 +128,39 @@ class Explanation:
             table.add_row(f"{others} others", "", *map(short, asdict(rest).values()), "")
         return table
 
+    def timings(self) -> Table | None:
+        """The way taken at each number of candidates a request, and each way's milliseconds; None if none was timed."""
+        from rich import box
+        from rich.table import Table
+
+        if not self.choices:
+            return None
+        sizes = sorted({choice.candidates for choices in self.choices.values() for choice in choices})
+        table = Table(title="The way taken, and milliseconds of each, by candidates a request", box=box.SIMPLE_HEAD,
+                      title_justify="left", pad_edge=False)
+        table.add_column("")
+        for size in sizes:
+            table.add_column(f"{size:,}")
+        for (what, several), choices in self.choices.items():
+            cells = {c.candidates: "\n".join([c.way, *(f"{way} {1e3 * s:.3g}" for way, s in c.seconds.items())])
+                     for c in choices}
+            requests = "several requests" if several else "one request"
+            table.add_row(f"{requests}\n{'state cached' if what == 'score' else 'state computed'}",
+                          *(cells.get(size, "") for size in sizes))
+        return table
+
     def _title(self) -> str:
         return (f"{self.model}: {short(self.total.flops_before)} FLOPs a candidate before, now "
                 f"{short(self.total.flops_candidate)} and {short(self.total.flops_request)} once a request: "
                 f"{self.ratio():.3g} x fewer at {self.candidates_hint} candidates")
 
     def _caption(self) -> str:
-        lines = []
-        if self.constant_flops:
-            lines.append(f"{short(self.constant_flops)} FLOPs once, when parameters change")
-        lines += [f"at {n} candidates: {_choice(choice)}" for n, choice in sorted(self.choices.items())]
-        return "\n".join(lines)
+        return f"{short(self.constant_flops)} FLOPs once, when parameters change" if self.constant_flops else ""
 
-    def __rich__(self) -> Table:
-        return self.table()
+    def __rich__(self) -> Group:
+        from rich.console import Group
+
+        return Group(*(table for table in (self.table(), self.timings()) if table is not None))
 
     def __str__(self) -> str:
         from io import StringIO
@@ -146,18 +168,8 @@ class Explanation:
         from rich.console import Console
 
         page = StringIO()
-        Console(file=page, width=140, color_system=None).print(self.table())
+        Console(file=page, width=140, color_system=None).print(self)
         return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
-
-
-def _choice(choice: Any) -> str:
-    """A form and its timings: any mapping of names to seconds is printed in milliseconds."""
-    if isinstance(choice, Mapping):
-        return ", ".join(f"{name} {value * 1e3:.3g} ms" if isinstance(value, float) else f"{name} {value}"
-                         for name, value in choice.items())
-    if isinstance(choice, tuple):
-        return " ".join(f"({_choice(item)})" if isinstance(item, Mapping) else str(item) for item in choice)
-    return str(choice)
 
 
 def short(count: float) -> str:
@@ -185,8 +197,7 @@ def explain(shared: SharedModel) -> Explanation:
     rest = sum(now.values(), Cost())
     if rest != Cost():
         found.append(Row("inputs", "", "mixed", "", "", rest))
-    return Explanation(type(shared.original).__name__, tuple(found), getattr(shared, "candidates_hint", 512), constant,
-                       dict(getattr(shared, "choices", None) or {}))
+    return Explanation(type(shared.original).__name__, tuple(found), shared.candidates, constant, dict(shared.choices))
 
 
 def _tensor(node: fx.Node) -> bool:
@@ -281,12 +292,14 @@ def _input(item: Any, kind: str) -> Tensor:
 
 
 def _result(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    args, kwargs = fx.map_arg(node.args, known.__getitem__), fx.map_arg(node.kwargs, known.__getitem__)
-    if node.target is rows:
+    args = cast("tuple[Any, ...]", fx.map_arg(node.args, known.__getitem__))
+    kwargs = cast("dict[str, Any]", fx.map_arg(node.kwargs, known.__getitem__))
+    target: Any = node.target
+    if target is rows:
         return _CANDIDATES if args[0] == Stage.CANDIDATE else _REQUESTS
-    if node.target is spread:
+    if target is spread:
         return args[0].new_empty([_CANDIDATES, *args[0].shape[1:]])
-    if node.target is apply:
+    if target is apply:
         operator, state, equation, _ = args
         left, _, right = equation.partition("->")
         if left == "oi,...i":
@@ -294,4 +307,4 @@ def _result(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
         first, _, second = left.partition(",")
         sizes = dict(zip(first + second, [*operator.shape[1:], *state.shape[1:]], strict=True))
         return state.new_empty([len(state), *(sizes[letter] for letter in right)])
-    return node.target(*args, **kwargs)
+    return target(*args, **kwargs)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from models import check, costs, normal, shared_form
+from models import check, costs, normal, shared_form, untimed
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -51,7 +51,7 @@ def test_the_sum_of_matrix_products_is_torchs() -> None:
             return self.last(self.conv(x).flatten(1)) + self.first(torch.cat([a, a], 1))[:, :4] + y[:, :4] + z[:, :4]
 
     model, inputs = Model().eval(), (torch.randn(4, 2, 6), torch.randn(4, 1, 6))
-    shared = share(model, inputs, request_inputs=("user",))
+    shared = untimed(model, inputs, request_inputs=("user",))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*inputs)
     products = {"linear", "conv1d", "bmm", "einsum"}
@@ -72,7 +72,7 @@ class Listwise(nn.Module):
 
 
 def test_an_operator_without_a_rule_is_named_with_its_line() -> None:
-    shared = share(Renorm(), (normal(2, 5), normal(2, 3)), request_inputs=("user",))
+    shared = untimed(Renorm(), (normal(2, 5), normal(2, 3)), request_inputs=("user",))
     (row,) = shared.explain().unshared
     assert row.operator == "renorm" and row.reason == "no rule" and "torch.renorm(user, 2, 0, 1.0)" in row.place
     assert "test_explain.py:" in row.place
@@ -114,9 +114,15 @@ def test_long_tables_are_cut() -> None:
 
 def test_timings_are_shown_where_they_are_known() -> None:
     shared = shared_form(first_layer, normal(2, 20), normal(7, 4), first=nn.Linear(24, 8))
-    shared.choices = {512: {"shared": 0.0021, "original": 0.0063}}
-    assert "at 512 candidates: shared 2.1 ms, original 6.3 ms" in str(shared.explain())
-    assert shared.explain().to_json()["choices"] == {"512": {"shared": 0.0021, "original": 0.0063}}
+    assert shared.explain().timings() is None
+    shared.choose([1, 8])
+    found = shared.explain()
+    text, data = str(found), found.to_json()["choices"]
+    assert "The way taken" in text and "several requests" in text and "state cached" in text
+    assert {(c["what"], c["several"], c["candidates"]) for c in data} == {
+        (what, several, n) for what in ("call", "score") for several in (False, True) for n in (1, 8)} - {
+        (what, True, 8) for what in ("call", "score")}
+    assert all(c["way"] in c["seconds"] and c["way"] in text for c in data)
 
 
 def test_constant_work_is_apart() -> None:

@@ -51,7 +51,7 @@ def _from_sums(w: Rewriter, node: fx.Node, x: Value, dims: list[int], weight: Va
         out_b = (x_b - m_b) rstd + (m_b - mean) rstd
 
     No term of the variance is negative, so that nothing cancels however far from zero the values lie (the pairwise
-    update of Chan, Golub and LeVeque, 1979). The request's ``x_b - m_b`` stays a factor, which a linear layer behind takes up.
+    update of Chan, Golub and LeVeque, 1979). The request's ``x_b - m_b`` stays a factor, which a linear layer takes up.
     """
     dtype, emit = w.dtype(node), w.emit
     axes = [axis for d in dims for axis in x.groups[d]]
