@@ -6,7 +6,7 @@ a case is not covered, and the operator is then computed for every candidate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -111,6 +111,22 @@ def copied(value: Value, axes: Sequence[Axis]) -> Value:
         if axis is not BATCH:
             names[axis] = Axis(axis.size, tuple(Block(b.positions, tuple(Axis(a.size) for a in b.axes)) for b in axis.blocks))
     return renamed(value, names)
+
+
+def names(axes: Iterable[Axis]) -> set[Axis]:
+    """``axes`` and those of their blocks, without the batch."""
+    return {name for axis in axes if axis is not BATCH for name in (axis, *(a for b in axis.blocks for a in b.axes))}
+
+
+def apart(values: Sequence[Value]) -> list[Value]:
+    """Values of one rank in which an axis is at most at one place: ``x[:, :, None] * x[:, None, :]`` has two of each."""
+    out: list[Value] = []
+    for value in values:
+        for dim, group in enumerate(value.groups):
+            elsewhere = {name for other in out for d, g in enumerate(other.groups) if d != dim for name in names(g)}
+            value = copied(value, [axis for axis in group if names([axis]) & elsewhere])
+        out.append(value)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- one axis
@@ -436,6 +452,8 @@ def _unify_axes(emit: Emitter, first: Value, a: Axis, second: Value, b: Axis) ->
         at = first.axes.index(a)
         first = cut(emit, first, a, b.blocks)
         a = first.axes[at]
+    if a is not b:
+        second = copied(second, [axis for axis in second.axes if axis is not b and names([axis]) & names([a])])
     return first, renamed(second, {b: a})
 
 
@@ -480,7 +498,7 @@ def _recut(emit: Emitter, value: Value, axis: Axis, wanted: Sequence[np.ndarray]
 def broadcast(emit: Emitter, values: Sequence[Value]) -> tuple[list[Value], tuple[Group, ...]]:
     """Values with one another's axes, as pointwise operators want them, and the groups of the result."""
     rank = max(len(value.groups) for value in values)
-    out = [value.with_groups([()] * (rank - len(value.groups)) + list(value.groups)) for value in values]
+    out = apart([value.with_groups([()] * (rank - len(value.groups)) + list(value.groups)) for value in values])
     for dim in range(rank):
         for _ in range(2):  # the second time round all take up what the last one brought
             for i in range(len(out)):
@@ -542,8 +560,7 @@ def contract(emit: Emitter, first: Value, second: Value, over: Sequence[tuple[in
 
     The result's groups: those of ``first`` but the summed, then those of ``second`` in no pair.
     """
-    clash = [axis for group in second.groups for axis in group if axis is not BATCH and axis in first.axes]
-    second = copied(second, clash)
+    second = copied(second, [axis for axis in second.axes if names([axis]) & names(first.axes)])
     for i, j in (*over, *together):
         first, second = unify(emit, first, i, second, j)
     gone = [axis for i, _ in over for axis in first.groups[i]]
@@ -572,7 +589,7 @@ def cat(emit: Emitter, values: Sequence[Value], dim: int, dtype: torch.dtype) ->
     """Values one after the other along a logical axis: one block a side, and one for each that is still open."""
     if len(values) == 1:
         return values[0]
-    values = [merged(value, dim) for value in values]
+    values = apart([merged(value, dim) for value in values])
     for d in range(len(values[0].groups)):
         if d != dim:
             for _ in range(2):  # the second time round all take up what the last one brought
