@@ -47,6 +47,9 @@ class Signature:
     spec: Any
     fixed: Mapping[int, Any]
 
+    def __deepcopy__(self, memo: Any) -> Signature:
+        return self  # nothing in it changes
+
     def names(self, stage: Stage) -> list[str]:
         """The inputs that a request (or a candidate) brings."""
         return [i.name for i in self.inputs if i.columns is not None or i.stage == stage]
@@ -81,6 +84,9 @@ class Signature:
             if tensor.dim() != len(shape) or list(tensor.shape[1:]) != shape[1:]:
                 want = ", ".join(["rows", *map(str, shape[1:])])
                 raise SharingError(f"{stage} input {item.name!r} has shape {list(tensor.shape)}, it must be [{want}]")
+            if tensor.dtype != item.dtype:
+                raise SharingError(f"{stage} input {item.name!r} has dtype {tensor.dtype}, it must be {item.dtype} as in "
+                                   "example_inputs")
             if count >= 0 and len(tensor) != count:
                 raise SharingError(f"{stage} input {item.name!r} has {len(tensor)} rows, the inputs before it {count}")
             count = len(tensor)

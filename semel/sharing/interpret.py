@@ -81,7 +81,9 @@ class Rewriter:
         folded = self.folded(node)
         if folded is not None:
             return folded
-        function = RULES.get(node.target) or (pointwise if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None)
+        tags = getattr(node.target, "tags", ())
+        alike = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        function = RULES.get(node.target) or (pointwise if alike else None)
         flat = [a for a in _flat((args, kwargs)) if isinstance(a, (Value, Opaque, list))]
         try:
             if function is None:
@@ -230,7 +232,8 @@ def interpret(model: ModelGraph, signature: Signature, tensors: Callable[[str], 
         if node.name in model.parameters:
             name = model.parameters[node.name]
             tensor = tensors(name)
-            if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+            frozen = name not in model.mutated.values()  # its value is part of the code
+            if frozen and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
                 rewriter.values[node] = rewriter.known(tensor)
             else:
                 rewriter.values[node] = _constant(rewriter, emit.placeholder(f"parameter:{name}", Stage.CONSTANT), tensor)
@@ -241,6 +244,14 @@ def interpret(model: ModelGraph, signature: Signature, tensors: Callable[[str], 
         else:
             rewriter.values[node] = None
     return rewriter, [_output(rewriter, item) for item in model.outputs]
+
+
+def updated(rewriter: Rewriter, node: fx.Node) -> Any:
+    """The new value of a buffer that the model updates (``ModelGraph.mutated``), of the buffer's number of elements."""
+    value = rewriter.values[node]
+    if isinstance(value, Opaque):
+        return value.node
+    return materialize(rewriter.emit, value)
 
 
 def _constant(rewriter: Rewriter, node: fx.Node, tensor: Tensor) -> Value:

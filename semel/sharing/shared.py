@@ -2,81 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from semel.batch import RequestBatch
 from semel.sharing.choice import SIZES, Choice, fastest, nearest, timed
 from semel.sharing.emission import Stage
 from semel.sharing.errors import SharingError
 from semel.sharing.export import ModelGraph, export
 from semel.sharing.inputs import Signature, signature_of
-from semel.sharing.interpret import Rewriter, interpret
-from semel.sharing.lowering import OWNER, SLOT, TABLE, Program, lower
+from semel.sharing.interpret import Rewriter, interpret, updated
+from semel.sharing.lowering import OWNER, TABLE, Program, lower
+from semel.sharing.runtime import (
+    EACH,
+    ORIGINAL,
+    PARAMETER,
+    SHARED,
+    Form,
+    Output,
+    RequestState,
+    Scoring,
+    check_offsets,
+    layout,
+)
 
 if TYPE_CHECKING:
     from semel.sharing.explain import Explanation
     from semel.sharing.verify import Verification
 
-
-ORIGINAL, SHARED, EACH = "original", "shared", "each"
-_SEVERAL = 4
-
-
-@dataclass(frozen=True, eq=False)
-class RequestState:
-    """The request side of some requests, computed. ``tensors`` by name: those in ``by_request`` have ``requests`` rows, the
-    others depend on parameters only."""
-
-    tensors: Mapping[str, Tensor]
-    by_request: Collection[str]
-    inputs: Mapping[str, Tensor]
-    requests: int
-
-    def only(self, request: int) -> RequestState:
-        """The state of one of the requests, as views."""
-        rows = slice(request, request + 1)
-        tensors = {name: t[rows] if name in self.by_request else t for name, t in self.tensors.items()}
-        return RequestState(tensors, self.by_request, {name: t[rows] for name, t in self.inputs.items()}, 1)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.tensors[name].nbytes for name in self.by_request)
+_SEVERAL = 4  # requests, where many of them are timed
 
 
 class _Bank(nn.Module):
-    """Parameters under their dotted names, as ``state_dict`` has them."""
+    """Parameters under their dotted names, as ``state_dict`` has them. They stay where they are and whole."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_parameters", ()) and hasattr(value, "device_mesh"):
+            raise SharingError(_NOT_SHARDED.format(name))
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters:
+            raise SharingError(_NOT_SHARDED.format(name))
+        super().__delattr__(name)
 
 
-class SharedModel(nn.Module):
+_NOT_SHARDED = ("parameter {!r} of a shared model cannot be sharded or taken out, as FSDP does: its graphs need it "
+                "whole; share first, then wrap in DistributedDataParallel, or apply FSDP to parts that are not shared")
+
+
+class SharedModel(Scoring, _Bank):
     """The shared form of a model, over the same parameters (same names in ``state_dict``).
 
-    ``shared(request_inputs, candidate_inputs, candidate_offsets)`` takes dicts by the names of ``forward``'s inputs, with
-    R rows on the request side and C on the candidate side, and gives the model's output for the C candidates;
+    ``shared(request_inputs, candidate_inputs, candidate_offsets)`` takes dicts by the names of ``forward``'s inputs,
+    with R rows on the request side and C on the candidate side, and gives the model's output for the C candidates;
     ``candidate_offsets`` [R + 1] says which candidates are whose. ``request`` and ``score`` are its two halves.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: Signature,
-                 candidates: int) -> None:
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                 signature: Signature, candidates: int = 512) -> None:
         super().__init__()
         self.candidates = candidates
         self.choices: dict[tuple[str, bool], tuple[Choice, ...]] = {}
         self._original = [model]  # in a list, so that its parameters are not there twice
         self.signature = signature
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            _place(self, name, parameter, False)
-        persistent = set(model.state_dict(keep_vars=True))
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            _place(self, name, buffer, name in persistent)
         self._example = (args, dict(kwargs))
         self._forms: dict[bool, _Form] = {}
+        self._compile_options: dict[str, Any] | None = None
         self.training = model.training
+        self._bind()
         self._form()
+
+    def _bind(self) -> None:
+        """Takes the model's parameters and buffers for its own."""
+        persistent = set(self.original.state_dict(keep_vars=True))
+        for name, parameter in self.original.named_parameters(remove_duplicate=False):
+            _place(self, name, parameter, False)
+        for name, buffer in self.original.named_buffers(remove_duplicate=False):
+            _place(self, name, buffer, name in persistent)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SharedModel:
+        """``to``, ``double``, ``cuda``: the model itself moves, and its graphs are made again."""
+        self.original._apply(fn, recurse)
+        self._bind()
+        self._example = pytree.tree_map_only(Tensor, fn, self._example)
+        moved = [leaf for leaf in pytree.tree_leaves(self._example) if isinstance(leaf, Tensor)]
+        inputs = [replace(item, dtype=leaf.dtype) for item, leaf in zip(self.signature.inputs, moved, strict=True)]
+        self.signature = replace(self.signature, inputs=tuple(inputs))
+        self._forms = {}
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        result = self.original.load_state_dict(state_dict, strict, assign)
+        self._bind()
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the graphs behind, which are made again when needed."""
+        return {**self.__dict__, "_forms": {}}
+
+    def compile(self, **options: Any) -> None:
+        """``torch.compile`` for each stage, in place and when first used; ``options`` are its. R and C are dynamic: a
+        stage is compiled once, and once more for a single candidate."""
+        self._compile_options = options
+        for form in self._forms.values():
+            form.compile(options)
 
     @property
     def original(self) -> nn.Module:
@@ -94,8 +129,10 @@ class SharedModel(nn.Module):
         if self.training not in self._forms:
             self.original.train(self.training)
             args, kwargs = self._example
-            self._forms[self.training] = _Form(export(self.original, args, kwargs), self.signature, self._tensor,
-                                               self.candidates)
+            form = _Form(export(self.original, args, kwargs), self.signature, self._tensor, self.candidates)
+            if self._compile_options is not None:
+                form.compile(self._compile_options)
+            self._forms[self.training] = form
         return self._forms[self.training]
 
     def _tensor(self, name: str) -> Tensor:
@@ -106,52 +143,33 @@ class SharedModel(nn.Module):
         found = module._parameters.get(last)
         return module._buffers[last] if found is None else found  # type: ignore[return-value]
 
-    def forward(self, request_inputs: Mapping[str, Any] | RequestBatch, candidate_inputs: Mapping[str, Any] | None = None,
-                candidate_offsets: Any = None) -> Any:
-        """[C, ...], as the model gives it. Raises SharingError for inputs or offsets that do not fit."""
-        if isinstance(request_inputs, RequestBatch):
-            batch = request_inputs
-            return self(batch.request, batch.candidate, batch.candidate_offsets)
-        if candidate_inputs is None:
-            raise SharingError("candidate_inputs are missing; pass (request_inputs, candidate_inputs, candidate_offsets)")
-        request, requests = self.signature.collect(request_inputs, Stage.REQUEST)
-        candidate, count = self.signature.collect(candidate_inputs, Stage.CANDIDATE)
-        offsets = check_offsets(candidate_offsets, requests, count)
-        way = self.way(requests, count, "call")
-        if way == ORIGINAL:
-            return self._original_way(request, candidate, offsets)
-        return self._scored(self._request(request, requests), candidate, offsets, way)
+    def save(self, folder: str | Path, backend: str = "aoti") -> None:
+        """The eval form in a folder, for ``semel.sharing.load``: see ``semel.sharing.package``. Raises SharingError."""
+        from semel.sharing.package import save
 
-    def request(self, request_inputs: Mapping[str, Any]) -> RequestState:
-        """The request side, to be kept and scored against candidates as often as wanted."""
-        inputs, count = self.signature.collect(request_inputs, Stage.REQUEST)
-        return self._request(inputs, count)
-
-    def score(self, state: RequestState, candidate_inputs: Mapping[str, Any], candidate_offsets: Any = None) -> Any:
-        """[C, ...] of candidates against requests whose state is known. Without offsets: all are of the one request."""
-        inputs, count = self.signature.collect(candidate_inputs, Stage.CANDIDATE)
-        offsets = check_offsets(candidate_offsets, state.requests, count)
-        way = self.way(state.requests, count, "score")
-        if way == ORIGINAL:
-            return self._original_way(state.inputs, inputs, offsets)
-        return self._scored(state, inputs, offsets, way)
+        save(self, folder, backend)
 
     def broadcast(self, request_inputs: Mapping[str, Any], candidate_inputs: Mapping[str, Any],
                   candidate_offsets: Any = None) -> Any:
         """The unmodified model, its request inputs repeated for every candidate."""
         request, requests = self.signature.collect(request_inputs, Stage.REQUEST)
         candidate, count = self.signature.collect(candidate_inputs, Stage.CANDIDATE)
-        return self._original_way(request, candidate, check_offsets(candidate_offsets, requests, count))
+        return self._broadcast(request, candidate, check_offsets(candidate_offsets, requests, count))
+
+    def _broadcast(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
+        args, kwargs = self.signature.call(self.repeated(request, candidate, offsets))
+        return self.original(*args, **kwargs)
 
     def way(self, requests: int, candidates: int, what: str) -> str:
-        """How a call is computed: ``shared``, ``each`` (request by request) or ``original``. ``what``: call or score."""
-        choices = () if self.training else self.choices.get((what, requests != 1), ())
+        if self.training:
+            return SHARED  # one pass: a buffer that the model updates is updated once
+        choices = self.choices.get((what, requests != 1), ())
         if not choices or not candidates:
-            return SHARED
+            return super().way(requests, candidates, what)
         return nearest(choices, candidates // max(requests, 1)).way
 
     def choose(self, sizes: Sequence[int]) -> None:
-        """Times the ways on rows of the example inputs, for numbers of candidates a request, and keeps what was fastest."""
+        """Times the ways on rows of the example inputs, for ``sizes`` of candidates a request, and keeps the fastest."""
         self.choices = {}
         found: dict[tuple[str, bool], list[Choice]] = {}
         for many in (False, True):
@@ -159,81 +177,51 @@ class SharedModel(nn.Module):
             for size in sorted(set(sizes)):
                 if many and size * requests > 2 * max(sizes):
                     continue
-                request, candidate = self._drawn(requests, requests * size)
-                offsets = torch.arange(requests + 1) * size
-                with torch.no_grad():
-                    state = self._request(request, requests)
-                ways: dict[str, Any] = {
-                    ORIGINAL: lambda: self._original_way(request, candidate, offsets),  # noqa: B023 run before the next
-                    SHARED: lambda: self._scored(self._request(request, requests), candidate, offsets, SHARED)}  # noqa: B023
-                cached: dict[str, Any] = {
-                    ORIGINAL: ways[ORIGINAL],
-                    SHARED: lambda: self._scored(state, candidate, offsets, SHARED)}  # noqa: B023
-                if many:
-                    ways[EACH] = lambda: self._scored(self._request(request, requests), candidate, offsets, EACH)  # noqa: B023
-                    cached[EACH] = lambda: self._scored(state, candidate, offsets, EACH)  # noqa: B023
-                for what, alternatives in (("call", ways), ("score", cached)):
-                    seconds = timed(alternatives)
+                for what, ways in self._ways(requests, size).items():
+                    seconds = timed(ways)
                     found.setdefault((what, many), []).append(Choice(size, fastest(seconds, ORIGINAL), seconds))
         self.choices = {key: tuple(value) for key, value in found.items()}
+
+    def _ways(self, requests: int, size: int) -> dict[str, dict[str, Callable[[], Any]]]:
+        """The ways to compute a call, and to score a state, on drawn inputs."""
+        request, candidate = self._drawn(requests, requests * size)
+        offsets = torch.arange(requests + 1) * size
+        with torch.no_grad():
+            state = self._request(request, requests)
+        shared = (SHARED,) if requests == 1 else (SHARED, EACH)
+
+        def original() -> Any:
+            return self._broadcast(request, candidate, offsets)
+
+        def call(way: str) -> Callable[[], Any]:
+            return lambda: self._score(self._request(request, requests), candidate, offsets, way)
+
+        def score(way: str) -> Callable[[], Any]:
+            return lambda: self._score(state, candidate, offsets, way)
+
+        return {"call": {ORIGINAL: original, **{way: call(way) for way in shared}},
+                "score": {ORIGINAL: original, **{way: score(way) for way in shared}}}
 
     def _drawn(self, requests: int, candidates: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Rows of the example inputs, again and again."""
         leaves = [leaf for leaf in pytree.tree_leaves(self._example) if isinstance(leaf, Tensor)]
         request, candidate = {}, {}
-        for item, tensor in zip(self.signature.inputs, leaves, strict=True):
-            def rows(count: int, tensor: Tensor = tensor) -> Tensor:
-                return tensor.index_select(0, torch.arange(count, device=tensor.device) % len(tensor))
 
+        def rows(tensor: Tensor, count: int) -> Tensor:
+            return tensor.index_select(0, torch.arange(count, device=tensor.device) % len(tensor))
+
+        for item, tensor in zip(self.signature.inputs, leaves, strict=True):
             if item.columns is not None:
-                request[item.name] = rows(requests)[:, torch.from_numpy(item.columns)]
-                candidate[item.name] = rows(candidates)[:, torch.from_numpy(item.others)]
+                request[item.name] = rows(tensor, requests)[:, torch.from_numpy(item.columns)]
+                candidate[item.name] = rows(tensor, candidates)[:, torch.from_numpy(item.others)]
             elif item.stage == Stage.REQUEST:
-                request[item.name] = rows(requests)
+                request[item.name] = rows(tensor, requests)
             else:
-                candidate[item.name] = rows(candidates)
+                candidate[item.name] = rows(tensor, candidates)
         return request, candidate
 
-    def _request(self, inputs: Mapping[str, Tensor], count: int) -> RequestState:
-        form = self._form()
-        given = {f"{Stage.REQUEST}:{name}": tensor for name, tensor in inputs.items()}
-        device = next(iter(inputs.values())).device
-        given[TABLE] = torch.empty(count, 1, dtype=torch.bool, device=device)
-        constants = form.constants(self._tensor)
-        request = form.run(Stage.REQUEST, count == 1, {**constants, **given}, self._tensor)
-        return RequestState({**constants, **request}, request.keys(), inputs, count)
-
-    def _scored(self, state: RequestState, candidate: Mapping[str, Tensor], offsets: Tensor, way: str) -> Any:
-        if way == EACH:
-            return self._each(state, candidate, offsets)
-        device = next(iter(candidate.values())).device
-        given = {f"{Stage.CANDIDATE}:{name}": tensor for name, tensor in candidate.items()}
-        given.update({f"{Stage.REQUEST}:{name}": tensor for name, tensor in state.inputs.items()})
-        given.update(layout(offsets, device))
-        form = self._form()
-        outputs = form.run(Stage.CANDIDATE, state.requests == 1, {**state.tensors, **given}, self._tensor)
-        return form.result(list(outputs.values()), self._tensor)
-
-    def _each(self, state: RequestState, candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
-        """Request by request: nothing is padded."""
-        bounds = offsets.tolist()
-        outputs = []
-        for r, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            if stop > start or len(bounds) == 2:
-                rows = {name: tensor[start:stop] for name, tensor in candidate.items()}
-                outputs.append(self._scored(state.only(r), rows, torch.tensor([0, stop - start]), SHARED))
-        if not outputs:
-            return self._scored(state, candidate, offsets, SHARED)
-        leaves, spec = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
-        joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*leaves, strict=True)]
-        return pytree.tree_unflatten(joined, spec[0])
-
-    def _original_way(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
-        args, kwargs = self.signature.call(self.repeated(request, candidate, offsets))
-        return self.original(*args, **kwargs)
-
     def explain(self) -> Explanation:
-        """What each operator costs, shared and before, and why one could not be shared: print it, or take its ``rows``."""
+        """What each operator costs, shared and before, and why one could not be shared: print it or take ``rows``."""
         from semel.sharing.explain import explain
 
         return explain(self)
@@ -289,72 +277,92 @@ def _place(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None
             module._non_persistent_buffers_set.add(last)
 
 
-def check_offsets(candidate_offsets: Any, requests: int, candidates: int) -> Tensor:
-    """[R + 1] int64 on the host. SharingError where they do not cover the candidates in order."""
-    if candidate_offsets is None:
-        if requests != 1:
-            raise SharingError(f"{requests} requests need candidate_offsets [{requests + 1}]")
-        return torch.tensor([0, candidates])
-    offsets = torch.as_tensor(candidate_offsets)
-    if offsets.dtype.is_floating_point or offsets.dtype == torch.bool or offsets.dim() != 1:
-        raise SharingError(f"candidate_offsets must be a vector of integers, got {offsets.dtype} {list(offsets.shape)}")
-    offsets = offsets.cpu().to(torch.int64)
-    if len(offsets) != requests + 1:
-        raise SharingError(f"candidate_offsets has {len(offsets)} numbers; {requests} requests need {requests + 1}")
-    if int(offsets[0]) != 0 or int(offsets[-1]) != candidates:
-        raise SharingError(f"candidate_offsets run from {int(offsets[0])} to {int(offsets[-1])}; they must cover the "
-                           f"{candidates} candidates from 0")
-    if bool((offsets[1:] < offsets[:-1]).any()):
-        raise SharingError(f"candidate_offsets must not fall: {offsets.tolist()}")
-    return offsets
-
-
-def layout(offsets: Tensor, device: Any) -> dict[str, Tensor]:
-    """Whose each candidate is [C], its place in a table [R, slots], and such a table (of no content)."""
-    lengths = offsets[1:] - offsets[:-1]
-    requests, candidates = len(lengths), int(offsets[-1])
-    owner = torch.repeat_interleave(torch.arange(requests), lengths, output_size=candidates)
-    slots = int(lengths.max()) if requests else 0
-    slot = torch.arange(candidates) - offsets[:-1].index_select(0, owner) + owner * slots
-    table = torch.empty(requests, slots, dtype=torch.bool, device=device)
-    return {OWNER: owner.to(device), SLOT: slot.to(device), TABLE: table}
-
-
-class _Form:
-    """One graph (train or eval) in its stages, for one request and for many."""
+class _Form(Form):
+    """One graph (train or eval) of a model."""
 
     def __init__(self, model: ModelGraph, signature: Signature, tensors: Any, candidates: int) -> None:
         self.model = model
-        self.rewriter, self.outputs = interpret(model, signature, tensors, candidates)
-        self.programs = {single: lower(self.rewriter.emit, self.outputs, single) for single in (True, False)}
+        self.rewriter, results = interpret(model, signature, tensors, candidates)
+        self.updated = tuple(model.mutated.values())
+        results += [updated(self.rewriter, node) for node in model.mutated]
+        self.programs = {single: lower(self.rewriter.emit, results, single) for single in (True, False)}
+        self.outputs = [_described(model, item) for item in model.outputs]
+        self.out_spec = model.out_spec
+        self.runs_empty = not self.updated  # statistics of no row are none
+        self._draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+                          for node in self.programs[True][Stage.CONSTANT].module.graph.nodes)
         self._constants: tuple[Any, dict[str, Tensor]] | None = None
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        fixed = self.programs[True][Stage.CONSTANT].outputs
+        self.programs = {single: {stage: replace(program, module=_Compiled(program, fixed, options))
+                                  for stage, program in stages.items()}
+                         for single, stages in self.programs.items()}
 
     def constants(self, tensors: Any) -> dict[str, Tensor]:
         """What depends on parameters only; kept while none of them changes and no gradient is asked for."""
         program = self.programs[True][Stage.CONSTANT]
         if not program.outputs:
             return {}
-        names = [name.removeprefix("parameter:") for name in program.inputs if name.startswith("parameter:")]
+        names = [name.removeprefix(PARAMETER) for name in program.inputs if name.startswith(PARAMETER)]
         used = [tensors(name) for name in names]
-        version = (torch.is_inference_mode_enabled(), *((id(t), t._version, t.data_ptr()) for t in used))
-        if torch.is_grad_enabled() and any(t.requires_grad for t in used):
+        if self._draws or (torch.is_grad_enabled() and any(t.requires_grad for t in used)):
             return self.run(Stage.CONSTANT, True, {}, tensors)
+        version = (torch.is_inference_mode_enabled(), *((id(t), t._version, t.data_ptr()) for t in used))
         if self._constants is None or self._constants[0] != version:
             self._constants = version, self.run(Stage.CONSTANT, True, {}, tensors)
         return self._constants[1]
 
     def run(self, stage: Stage, single: bool, given: Mapping[str, Tensor], tensors: Any) -> dict[str, Tensor]:
-        program: Program = self.programs[single][stage]
-        inputs = [tensors(name.removeprefix("parameter:")) if name.startswith("parameter:") else given[name]
-                  for name in program.inputs]
-        return dict(zip(program.outputs, program.module.forward(*inputs), strict=True))
+        if not self.updated:
+            return super().run(stage, single, given, tensors)
 
-    def result(self, outputs: Sequence[Any], tensors: Any) -> Any:
-        return pytree.tree_unflatten(list(outputs), self.model.out_spec)
+        def kept(name: str) -> Tensor:  # backward may want the statistics as they were
+            return tensors(name).detach().clone() if name in self.updated else tensors(name)
+
+        results = super().run(stage, single, given, kept)
+        if stage == Stage.CANDIDATE:
+            new = {name: results.pop(f"output:{len(self.outputs) + i}") for i, name in enumerate(self.updated)}
+            if len(given[OWNER]) == 1 and not all(bool(value.isfinite().all()) for value in new.values()):
+                raise SharingError("one candidate has no variance, which BatchNorm needs in train mode; bring two or "
+                                   "more, or call eval()")
+            with torch.no_grad():
+                for name, value in new.items():
+                    buffer = tensors(name)
+                    buffer.copy_(value.reshape(buffer.shape))
+        return results
+
+
+class _Compiled:
+    """A program through ``torch.compile``, its rows dynamic. Without a row it runs as it is."""
+
+    def __init__(self, program: Program, fixed: Iterable[str], options: Mapping[str, Any]) -> None:
+        self.plain = program.module
+        self.compiled = torch.compile(program.module, **options)
+        self.rows = [i for i, name in enumerate(program.inputs) if not name.startswith(PARAMETER) and name not in fixed]
+        self.table = program.inputs.index(TABLE) if TABLE in program.inputs else None
+
+    def forward(self, *inputs: Tensor) -> Any:
+        if any(0 in inputs[i].shape for i in self.rows):
+            return self.plain.forward(*inputs)
+        for i in self.rows:
+            if len(inputs[i]) > 1:
+                torch._dynamo.maybe_mark_dynamic(inputs[i], 0)
+            if i == self.table and inputs[i].shape[1] > 1:
+                torch._dynamo.maybe_mark_dynamic(inputs[i], 1)
+        return self.compiled(*inputs)
+
+
+def _described(model: ModelGraph, item: Any) -> Any:
+    if not isinstance(item, fx.Node):
+        return item
+    value = item.meta["val"]
+    return Output(value.dtype, tuple(None if batched else size for size, batched in model.shape(value)))
 
 
 def share(model: nn.Module, example_inputs: Any, request_inputs: Iterable[str] | Mapping[str, Any],
-          candidates_hint: int = 512, mode: str = "exact", example_kwargs: Mapping[str, Any] | None = None) -> SharedModel:
+          candidates_hint: int = 512, mode: str = "exact",
+          example_kwargs: Mapping[str, Any] | None = None) -> SharedModel:
     """``model`` with its request side computed once per request: the same outputs and gradients.
 
     ``model`` takes tensors that all have one row a candidate; ``example_inputs``: a tuple of them (or a dict of keyword

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
 
 from semel.sharing.axes import BATCH, size_of
-from semel.sharing.emission import aten
+from semel.sharing.emission import Stage, aten
 from semel.sharing.errors import Unproved
 from semel.sharing.expression import Expression, Factor, full, ordered_factor
-from semel.sharing.interpret import Rewriter, rule
-from semel.sharing.values import Key, Value, add, inner, multiply
+from semel.sharing.interpret import Opaque, Rewriter, rule
+from semel.sharing.values import Key, Value, add, inner, materialize, multiply
 
 
 @rule(aten.layer_norm.default)
@@ -128,3 +129,15 @@ def batch_norm(w: Rewriter, node: fx.Node, x: Value, weight: Value | None, bias:
         return Value(tuple(groups), {frozenset(): Expression.of(Factor(n, m.axes), dtype)}, dtype)
 
     return [add(w.emit, multiply(w.emit, x, channel(a), dtype), channel(b), dtype), None, None]
+
+
+@rule(aten._native_batch_norm_legit_functional.default)
+def batch_norm_in_training(w: Rewriter, node: fx.Node, x: Value, weight: Value | None, bias: Value | None, mean: Value,
+                           var: Value, training: bool, momentum: float, eps: float) -> list[Any]:
+    """In train mode the statistics are those of the candidates, as the model has them: nothing of it is shared."""
+    if not x.batched:
+        raise Unproved("batch norm of something without a batch")
+    nodes = [None if v is None else materialize(w.emit, v, Stage.CANDIDATE) for v in (x, weight, bias, mean, var)]
+    made = w.emit.call(node.target, *nodes, training, momentum, eps, stage=Stage.CANDIDATE)
+    out, _, _, new_mean, new_var = (w.emit.call(operator.getitem, made, i) for i in range(5))
+    return [w.wrapped(out, node.meta["val"][0], node), None, None, Opaque(new_mean), Opaque(new_var)]

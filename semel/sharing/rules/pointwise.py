@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
@@ -110,7 +111,7 @@ def logical(w: Rewriter, node: fx.Node, a: Value, b: Value) -> Value:
     return elementwise(w, node, (a, b), {})
 
 
-@rule(aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
+@rule(aten.clone.default, aten.contiguous.default, aten.alias.default, aten.lift_fresh_copy.default)
 def same(w: Rewriter, node: fx.Node, a: Value, *, memory_format: Any = None) -> Value:
     return a
 
@@ -135,18 +136,30 @@ def _cast(w: Rewriter, part: Expression, dtype: Any) -> Expression:
     return Expression.of(Factor(w.emit.call(aten._to_copy.default, factor.node, dtype=dtype), factor.axes), dtype, part.axes)
 
 
-@rule(aten.dropout.default)
-def dropout(w: Rewriter, node: fx.Node, a: Value, p: float, train: bool) -> Value:
+@rule(aten.native_dropout.default)
+def dropout(w: Rewriter, node: fx.Node, a: Value, p: float, train: bool | None) -> list[Value | None]:
     """A request's values are dropped once for all of its candidates."""
-    if not train or p == 0.0:
-        return a
+    if train is False or p == 0.0:
+        return [a, None]
     parts = {}
-    every = [axis for axis in a.axes if axis is not BATCH]
     for key, part in a.parts.items():
-        axes = inner(every, key)
-        factor = full(w.emit, part.leaf(w.emit), axes)
-        parts[key] = Expression.of(Factor(w.emit.call(node.target, factor.node, p, train), factor.axes), a.dtype, axes)
-    return Value(a.groups, parts, a.dtype)
+        axes = inner(a.axes, key)
+        factor = full(w.emit, part.leaf(w.emit), axes)  # every element is drawn for itself
+        if a.batched and factor.stage == Stage.CONSTANT:
+            raise Unproved("constants are dropped for every candidate")
+        made = w.emit.call(node.target, factor.node, p, train)
+        parts[key] = Expression.of(Factor(w.emit.call(operator.getitem, made, 0), factor.axes), a.dtype, part.axes)
+    return [Value(a.groups, parts, a.dtype), None]
+
+
+@rule(aten.detach.default)
+def detach(w: Rewriter, node: fx.Node, a: Value) -> Value:
+    """No gradient goes through."""
+    def change(part: Expression) -> Expression:
+        factor = part.leaf(w.emit)
+        return Expression.of(Factor(w.emit.call(aten.detach.default, factor.node), factor.axes), part.dtype, part.axes)
+
+    return mapped(a, change)
 
 
 @rule(aten.zeros_like.default, aten.ones_like.default)
