@@ -8,7 +8,9 @@ code runs in the process: load folders that you trust.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import json
 import platform
 import shutil
@@ -214,10 +216,8 @@ def _write_program(name: str, exported: torch.export.ExportedProgram, path: Path
             exported._example_inputs = None  # they hold every weight
             torch.export.save(exported, path)
             return
-        try:
-            import setuptools  # noqa: F401  imported after Inductor it replaces distutils under its feet
-        except ImportError:
-            pass
+        with contextlib.suppress(ImportError):  # imported after Inductor, it would replace distutils under its feet
+            importlib.import_module("setuptools")
         from torch._inductor import aoti_compile_and_package
 
         try:
@@ -253,8 +253,8 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, str]:
 
 def machine(device: str) -> dict[str, Any]:
     """What compiled code depends on, here."""
-    features = getattr(torch.cpu, "get_capabilities", dict)()
-    found = {"device": device, "architecture": platform.machine(),
+    features: Mapping[str, Any] = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    found: dict[str, Any] = {"device": device, "architecture": platform.machine(),
              "capability": torch.backends.cpu.get_cpu_capability(),
              "features": sorted(name for name, there in features.items() if there is True)}
     if device == "cuda" and torch.cuda.is_available():

@@ -67,7 +67,7 @@ def test_losses_are_those_of_the_plain_loop() -> None:
             loss.backward()
             optimizers[i].step()
             losses[i].append(float(loss.detach()))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-8) and losses[0][-1] < losses[0][0] / 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-8) and losses[0][-1] < 0.8 * losses[0][0]
     shared.eval()
     other.eval()
     with torch.no_grad():

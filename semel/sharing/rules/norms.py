@@ -138,6 +138,7 @@ def batch_norm_in_training(w: Rewriter, node: fx.Node, x: Value, weight: Value |
     if not x.batched:
         raise Unproved("batch norm of something without a batch")
     nodes = [None if v is None else materialize(w.emit, v, Stage.CANDIDATE) for v in (x, weight, bias, mean, var)]
-    made = w.emit.call(node.target, *nodes, training, momentum, eps, stage=Stage.CANDIDATE)
+    made = w.emit.call(aten._native_batch_norm_legit_functional.default, *nodes, training, momentum, eps,
+                       stage=Stage.CANDIDATE)
     out, _, _, new_mean, new_var = (w.emit.call(operator.getitem, made, i) for i in range(5))
     return [w.wrapped(out, node.meta["val"][0], node), None, None, Opaque(new_mean), Opaque(new_var)]

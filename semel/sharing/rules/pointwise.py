@@ -147,7 +147,7 @@ def dropout(w: Rewriter, node: fx.Node, a: Value, p: float, train: bool | None) 
         factor = full(w.emit, part.leaf(w.emit), axes)  # every element is drawn for itself
         if a.batched and factor.stage == Stage.CONSTANT:
             raise Unproved("constants are dropped for every candidate")
-        made = w.emit.call(node.target, factor.node, p, train)
+        made = w.emit.call(aten.native_dropout.default, factor.node, p, train)
         parts[key] = Expression.of(Factor(w.emit.call(operator.getitem, made, 0), factor.axes), a.dtype, part.axes)
     return [Value(a.groups, parts, a.dtype), None]
 
