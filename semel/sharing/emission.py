@@ -58,6 +58,7 @@ class Emitter:
         self.constants: dict[str, torch.Tensor] = {}
         self._known: dict[Any, fx.Node] = {}
         self._made: list[tuple[fx.Node, Any]] = []
+        self._uniform: dict[fx.Node, float | None] = {}
 
     def placeholder(self, name: str, stage: Stage) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -74,6 +75,16 @@ class Emitter:
         node = self._known[name] = self.graph.get_attr(name)
         node.meta["stage"] = Stage.CONSTANT
         return node
+
+    def uniform(self, node: fx.Node) -> float | None:
+        """The number that all elements of a constant are."""
+        if node.op != "get_attr":
+            return None
+        if node not in self._uniform:
+            value = self.constants[str(node.target)]
+            same = bool(value.numel()) and not value.is_complex() and bool((value == value.reshape(-1)[0]).all())
+            self._uniform[node] = float(value.reshape(-1)[0]) if same else None
+        return self._uniform[node]
 
     def call(self, target: Callable[..., Any], *args: Any, stage: Stage | None = None, flops: int = 0,
              **kwargs: Any) -> fx.Node:

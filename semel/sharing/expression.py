@@ -72,10 +72,30 @@ class Expression:
     def lazy(self) -> bool:
         return self._leaf is None
 
+    @classmethod
+    def filled(cls, emit: Emitter, number: float, axes: tuple[Axis, ...], dtype: torch.dtype) -> Expression:
+        """One number throughout."""
+        return cls.of(Factor(emit.constant(torch.tensor(number, dtype=dtype)), ()), dtype, axes)
+
+    def uniform(self, emit: Emitter) -> float | None:
+        """The number that the value is throughout, where that is known."""
+        if not self.terms:
+            return 0.0
+        if len(self.terms) > 1 or len(self.terms[0].factors) != 1 or self.terms[0].scale != 1.0:
+            return None
+        return emit.uniform(self.terms[0].factors[0].node)
+
+    def zero(self, emit: Emitter) -> bool:
+        """Whether it is zero whatever the inputs, as long as they are finite: hidden by a mask."""
+        return not self.terms or (len(self.terms) == 1 and any(emit.uniform(f.node) == 0.0 for f in self.terms[0].factors))
+
     def leaf(self, emit: Emitter) -> Factor:
         """The value as one tensor, computed now (once)."""
         if self._leaf is None:
-            factor = contract_sum(emit, self.terms, self.axes, Factor)
+            if self.terms:
+                factor = contract_sum(emit, self.terms, self.axes, Factor)
+            else:
+                factor = Factor(emit.constant(torch.zeros((), dtype=self.dtype)), ())
             self._leaf = factor
             self.terms = (Term((factor,)),)
         return self._leaf
@@ -120,7 +140,10 @@ class Expression:
         """One position of ``axis``, which goes."""
         def change(factor: Factor) -> Factor:
             at = factor.axes.index(axis)
-            node = emit.call(aten.select.int, factor.node, at + factor.lead, position)
+            if factor.node.op == "get_attr":
+                node = emit.constant(emit.constants[str(factor.node.target)].select(at, position).clone())
+            else:
+                node = emit.call(aten.select.int, factor.node, at + factor.lead, position)
             return Factor(node, (*factor.axes[:at], *factor.axes[at + 1 :]))
 
         return self._each_factor(axis, change, tuple(a for a in self.axes if a is not axis))
@@ -150,6 +173,8 @@ class Expression:
 
     def times(self, emit: Emitter, other: Expression, out: tuple[Axis, ...], dtype: torch.dtype) -> Expression:
         """The product of two values, summed over every axis that is not in ``out``."""
+        if self.zero(emit) or other.zero(emit):
+            return Expression(out, (), dtype)
         self, other = self.settle(emit), other.settle(emit)
         if self.stage == other.stage == Stage.CANDIDATE:
             for one, two in ((self, other), (other, self)):
@@ -218,6 +243,9 @@ class Expression:
         return Expression(self.axes, terms, self.dtype).settle(emit)
 
     def plus(self, emit: Emitter, other: Expression, axes: tuple[Axis, ...], dtype: torch.dtype) -> Expression:
+        if self.zero(emit) or other.zero(emit):
+            one = other if self.zero(emit) else self
+            return Expression(axes, one.terms, dtype, one._leaf)
         return Expression(axes, (*self.terms, *other.terms), dtype).settle(emit)
 
 
@@ -230,6 +258,8 @@ def take(emit: Emitter, node: fx.Node, dim: int, positions: np.ndarray, size: in
     n = len(positions)
     if n == size and (positions == np.arange(n)).all():
         return node
+    if node.op == "get_attr":
+        return emit.constant(emit.constants[str(node.target)].index_select(dim, torch.from_numpy(positions.astype(np.int64))))
     if n and (positions == positions[0] + np.arange(n)).all():
         return emit.call(aten.slice.Tensor, node, dim, int(positions[0]), int(positions[0]) + n)
     return emit.call(aten.index_select.default, node, dim, emit.constant(torch.from_numpy(positions.astype(np.int64))))

@@ -56,6 +56,8 @@ class Rewriter:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     unshared: dict[fx.Node, str] = field(default_factory=dict)
     """Why an operator with request-side arguments is computed for every candidate."""
+    bounds: dict[fx.Node, Any] = field(default_factory=dict)
+    """Of masks, by node (``masks``)."""
 
     def dtype(self, node: fx.Node) -> torch.dtype:
         return node.meta["val"].dtype

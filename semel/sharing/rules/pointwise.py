@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
-from semel.sharing.axes import BATCH
+from semel.sharing.axes import BATCH, Group
 from semel.sharing.emission import Stage, aten
 from semel.sharing.errors import Unproved
 from semel.sharing.expression import Expression, Factor, aligned, full
 from semel.sharing.interpret import Rewriter, rule
-from semel.sharing.values import Value, add, broadcast, inner, joint, mapped, multiply
+from semel.sharing.masks import Bounds, bounds, inside
+from semel.sharing.values import Key, Value, add, broadcast, inner, joint, mapped, multiply
 
 
-def elementwise(w: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> Value:
-    """``node``'s operator on every combination of its arguments' blocks."""
+Shortcut = Callable[[tuple[Group, ...], Key, list[Expression]], Expression | None]
+
+
+def elementwise(w: Rewriter, node: fx.Node, args: Any, kwargs: Any, shortcut: Shortcut | None = None) -> Value:
+    """``node``'s operator on every combination of its arguments' blocks, but where ``shortcut`` knows better."""
     import torch.utils._pytree as pytree
 
     leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, (Value, fx.Node)))
@@ -30,6 +35,10 @@ def elementwise(w: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> Value:
     dtype = w.dtype(node)
     parts = {}
     for key, found in joint(aligned_values):
+        known = shortcut(groups, key, found) if shortcut is not None else None
+        if known is not None:
+            parts[key] = Expression(inner(every, key), known.terms, dtype, known._leaf)
+            continue
         factors = [part.leaf(w.emit) for part in found]
         stage = max(factor.stage for factor in factors)
         have = {axis for factor in factors for axis in factor.axes}
@@ -56,7 +65,60 @@ def add_(w: Rewriter, node: fx.Node, a: Any, b: Any, *, alpha: float = 1) -> Val
         return elementwise(w, node, (a, b), {} if alpha == 1 else {"alpha": alpha})
     if alpha != 1:
         b = mapped(b, lambda part: part.scaled(w.emit, float(alpha)))
-    return add(w.emit, a, b, w.dtype(node))
+    return masked_sum(w, a, b, w.dtype(node))
+
+
+def masked_sum(w: Rewriter, a: Value, b: Value, dtype: Any) -> Value:
+    """A sum, and minus infinity where either is: a block of scores hidden by a mask needs no scores."""
+    never = [any(part.uniform(w.emit) == float("-inf") for part in v.parts.values()) for v in (a, b)]
+    mixed = a.mixed or b.mixed
+    if not mixed or not (any(never) or any(_hides(w, part) for v in (a, b) for part in v.parts.values())):
+        return add(w.emit, a, b, dtype)
+    (a, b), groups = broadcast(w.emit, [a, b])
+    every = [axis for group in groups for axis in group]
+    parts = {}
+    for key, pair in joint([a, b]):
+        hidden = any(part.uniform(w.emit) == float("-inf") for part in pair)
+        axes = inner(every, key)
+        parts[key] = Expression.filled(w.emit, float("-inf"), axes, dtype) if hidden \
+            else pair[0].plus(w.emit, pair[1], axes, dtype)
+    return Value(groups, parts, dtype)
+
+
+def _hides(w: Rewriter, part: Expression) -> bool:
+    """Whether it is a constant with an infinite element."""
+    nodes = [f.node for term in part.terms for f in term.factors]
+    return len(nodes) == 1 and nodes[0].op == "get_attr" and bool(w.emit.constants[str(nodes[0].target)].isinf().any())
+
+
+def masked(w: Rewriter, node: fx.Node, args: Any, mask: Value, limits: Bounds | None, yes: int, no: int) -> Value:
+    """``node`` with arguments of which ``yes`` is taken where ``mask`` holds, else ``no``: block by block one of them
+    alone where the mask is the same throughout, whatever the inputs."""
+    at = [i for i, a in enumerate(args) if isinstance(a, Value)]
+    dtype = w.dtype(node)
+
+    def shortcut(groups: tuple[Group, ...], key: Key, found: list[Expression]) -> Expression | None:
+        chosen = dict(key)
+        nowhere, everywhere = inside(limits, groups, chosen)
+        if not nowhere and not everywhere:
+            return None
+        taken = yes if everywhere else no
+        if taken in at:
+            part = found[at.index(taken)]
+            return part if args[taken].dtype == dtype else None
+        return Expression.filled(w.emit, args[taken], (), dtype)
+
+    return elementwise(w, node, args, {}, shortcut)
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(w: Rewriter, node: fx.Node, a: Value, mask: Value, value: Any) -> Value:
+    return masked(w, node, (a, mask, value), mask, bounds(w, node.args[1]), 2, 0)
+
+
+@rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def where(w: Rewriter, node: fx.Node, mask: Value, yes: Any, no: Any) -> Value:
+    return masked(w, node, (mask, yes, no), mask, bounds(w, node.args[0]), 1, 2)
 
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from semel.sharing.axes import BATCH, size_of
 from semel.sharing.emission import aten
 from semel.sharing.errors import Unproved
+from semel.sharing.expression import Expression, Factor, aligned
 from semel.sharing.interpret import Rewriter, rule
-from semel.sharing.values import Value, add, contract, mapped, select
+from semel.sharing.masks import Bounds, bounds, inside
+from semel.sharing.rules.pointwise import masked_sum
+from semel.sharing.values import Value, add, broadcast, contract, inner, joint, mapped, select
 
 
 @rule(aten.linear.default)
@@ -110,9 +114,7 @@ def attention(w: Rewriter, node: fx.Node, q: Value, k: Value, v: Value, attn_mas
               dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
               enable_gqa: bool = False) -> Value:
     """Written out; keys and values of the request are shared by its candidates' queries."""
-    import torch
-
-    from semel.sharing.rules.reductions import along
+    from semel.sharing.rules.reductions import softmaxed
 
     if enable_gqa or dropout_p or BATCH in (*q.groups[-1], *q.groups[-2], *k.groups[-2]):
         raise Unproved("attention of a kind not known")
@@ -121,27 +123,40 @@ def attention(w: Rewriter, node: fx.Node, q: Value, k: Value, v: Value, attn_mas
     factor = width**-0.5 if scale is None else scale
     swapped = k.with_groups([*k.groups[:-2], k.groups[-1], k.groups[-2]])
     scores = mapped(matmul(w, node, q, swapped), lambda part: part.scaled(w.emit, factor))
+    limits = bounds(w, attn_mask_node(node)) if attn_mask is not None and attn_mask.dtype == torch.bool else None
     if is_causal:
         rows, columns = size_of(q.groups[-2]), size_of(k.groups[-2])
-        attn_mask = w.known(torch.ones(rows, columns, dtype=torch.bool).tril())
+        known = torch.ones(rows, columns, dtype=torch.bool).tril()
+        attn_mask, limits = w.known(known), (known, known)
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            zero = w.known(torch.zeros((), dtype=scores.dtype))
-            never = w.known(torch.full((), float("-inf"), dtype=scores.dtype))
-            attn_mask = _where(w, attn_mask, zero, never)
-        scores = add(w.emit, scores, attn_mask, scores.dtype)
-    weights = along(w, node, scores, [rank - 1], True, lambda n, d: w.emit.call(aten.softmax.int, n, d, None), shape=True)
+        scores = _hidden(w, scores, attn_mask, limits) if attn_mask.dtype == torch.bool else \
+            masked_sum(w, scores, attn_mask, scores.dtype)
+    weights = softmaxed(w, scores, rank - 1)
     return matmul(w, node, weights, v)
 
 
-def _where(w: Rewriter, mask: Value, yes: Value, no: Value) -> Value:
-    """``torch.where`` on values that the graph has no node for."""
-    from semel.sharing.expression import Expression, Factor, aligned
+def attn_mask_node(node: fx.Node) -> Any:
+    return node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
 
+
+def _hidden(w: Rewriter, scores: Value, mask: Value, limits: Bounds | None) -> Value:
+    """Scores, minus infinity where ``mask`` is false."""
+    (scores, mask), groups = broadcast(w.emit, [scores, mask])
+    every = [axis for group in groups for axis in group]
     parts = {}
-    for key, part in mask.parts.items():
-        factor = part.leaf(w.emit)
-        made = w.emit.call(aten.where.self, factor.node, aligned(w.emit, yes.only.leaf(w.emit), factor.axes, factor.stage),
-                           aligned(w.emit, no.only.leaf(w.emit), factor.axes, factor.stage))
-        parts[key] = Expression.of(Factor(made, factor.axes), yes.dtype, part.axes)
-    return Value(mask.groups, parts, yes.dtype)
+    for key, (score, seen) in joint([scores, mask]):
+        axes = inner(every, key)
+        nowhere, everywhere = inside(limits, groups, dict(key))
+        if everywhere:
+            parts[key] = Expression(axes, score.terms, score.dtype, score._leaf)
+        elif nowhere:
+            parts[key] = Expression.filled(w.emit, float("-inf"), axes, score.dtype)
+        else:
+            a, b = score.leaf(w.emit), seen.leaf(w.emit)
+            have = tuple(axis for axis in axes if axis in a.axes or axis in b.axes)
+            stage = max(a.stage, b.stage)
+            hides = w.emit.call(aten.logical_not.default, b.node)
+            made = w.emit.call(aten.masked_fill.Scalar, aligned(w.emit, a, have, stage),
+                               aligned(w.emit, Factor(hides, b.axes), have, stage), float("-inf"))
+            parts[key] = Expression.of(Factor(made, have), score.dtype, axes)
+    return Value(groups, parts, scores.dtype)
