@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from semel.sharing.emission import Emitter, Stage, apply, aten, rows, spread
+from semel.sharing.lookup import group
 
 OWNER, SLOT, TABLE = "owner", "slot", "table"
 
@@ -93,6 +94,7 @@ def _program(emit: Emitter, nodes: Sequence[fx.Node], stage: Stage, crossing: se
     for node in graph.nodes:
         if node.op == "get_attr" and not hasattr(root, node.target):
             root.register_buffer(node.target, emit.constants[node.target], persistent=False)
+    group(graph, root)
     graph.lint()
     return Program(fx.GraphModule(root, graph), tuple(inputs), tuple(names))
 
@@ -114,7 +116,9 @@ def _lowered(graph: fx.Graph, node: fx.Node, local: Any, given: Any, single: boo
         operator, state, equation, shape = node.args
         return _apply(graph, local(operator), local(state), equation, shape, given, single)
     args, kwargs = fx.map_arg(node.args, local), fx.map_arg(node.kwargs, local)
-    return graph.call_function(node.target, args, kwargs)
+    made = graph.call_function(node.target, args, kwargs)
+    made.meta["index_axes"] = node.meta.get("index_axes")
+    return made
 
 
 def _apply(graph: fx.Graph, operator: fx.Node, state: fx.Node, equation: str, shape: Sequence[int], given: Any,

@@ -139,15 +139,15 @@ def fuse(emit: Emitter, value: Value, axis: Axis) -> Value:
     for key, part in value.parts.items():
         number = dict(key)[axis]
         rest.setdefault(key - {(axis, number)}, {})[number] = part
-    others = [a for a in value.axes if a is not axis]
+    at = value.axes.index(axis)
     parts = {}
     for key, by_block in rest.items():
         stage = max(part.stage for part in by_block.values())
-        outer = inner(others, key)
+        before, after = inner(value.axes[:at], key), inner(value.axes[at + 1 :], key)
         pieces, positions = [], []
         for number, block in enumerate(axis.blocks):
-            factor = full(emit, by_block[number].leaf(emit), (*outer, *block.axes))
-            factor = ordered_factor(emit, factor, (*outer, *block.axes))
+            factor = full(emit, by_block[number].leaf(emit), (*before, *block.axes, *after))
+            factor = ordered_factor(emit, factor, (*before, *block.axes, *after))
             node = factor.node
             if factor.stage == Stage.CONSTANT and stage != Stage.CONSTANT:
                 node = emit.call(aten.unsqueeze.default, node, 0)
@@ -155,12 +155,12 @@ def fuse(emit: Emitter, value: Value, axis: Axis) -> Value:
             node = emit.spread(node, stage, 1 + len(factor.axes))
             lead = int(stage != Stage.CONSTANT)
             if len(block.axes) != 1:
-                node = emit.reshape(node, [*(a.size for a in outer), len(block.positions)], lead)
+                node = emit.reshape(node, [*(a.size for a in before), len(block.positions), *(a.size for a in after)], lead)
             pieces.append(node)
             positions.append(block.positions)
-        dim = int(stage != Stage.CONSTANT) + len(outer)
+        dim = int(stage != Stage.CONSTANT) + len(before)
         node = interleaved(emit, pieces, positions, dim)
-        parts[key] = Expression.of(Factor(node, (*outer, new)), value.dtype)
+        parts[key] = Expression.of(Factor(node, (*before, new, *after)), value.dtype)
     groups = tuple(tuple(new if a is axis else a for a in group) for group in value.groups)
     return Value(groups, parts, value.dtype)
 
@@ -625,8 +625,10 @@ def cat(emit: Emitter, values: Sequence[Value], dim: int, dtype: torch.dtype) ->
             settled.setdefault(tuple(max(part.stage, rows) for part in entry[2]), []).append(entry)
     blocks, parts = [], {}
     new = Axis(offset)
+    before, after = ([axis for group in some for axis in group] for some in (groups[:dim], groups[dim:]))
+    around = [(inner(before, key), inner(after, key)) for key in keys]
     for stages, items in sorted(settled.items()):
-        blocks.append(_joined(emit, stages, items, [inner(others, key) for key in keys], dtype))
+        blocks.append(_joined(emit, stages, items, around, dtype))
     blocks += still_open
     for number, (_, _, found) in enumerate(blocks):
         for key, part in zip(keys, found, strict=True):
@@ -655,26 +657,28 @@ def _any_rows(values: Sequence[Value]) -> bool:
 
 
 def _joined(emit: Emitter, stages: Sequence[Stage], items: Sequence[tuple[np.ndarray, Group, list[Expression]]],
-            outer: Sequence[Group], dtype: torch.dtype) -> tuple[np.ndarray, Group, list[Expression]]:
-    """Blocks that are computed at the same stages as one block."""
+            around: Sequence[tuple[Group, Group]], dtype: torch.dtype) -> tuple[np.ndarray, Group, list[Expression]]:
+    """Blocks that are computed at the same stages as one; in memory it lies where it lies in the model's tensor."""
     if len(items) == 1:
         return items[0]
     positions = np.concatenate([entry[0] for entry in items])
     axis = Axis(len(positions))
     parts = []
-    for at, (stage, around) in enumerate(zip(stages, outer, strict=True)):
+    for at, (stage, (before, after)) in enumerate(zip(stages, around, strict=True)):
         pieces = []
+        lead = int(stage != Stage.CONSTANT)
         for where, inside, found in items:
-            factor = ordered_factor(emit, full(emit, found[at].leaf(emit), (*around, *inside)), (*around, *inside))
+            axes = (*before, *inside, *after)
+            factor = ordered_factor(emit, full(emit, found[at].leaf(emit), axes), axes)
             node = factor.node
             if factor.stage == Stage.CONSTANT and stage != Stage.CONSTANT:
                 node = emit.call(aten.unsqueeze.default, node, 0)
                 node = emit.call(aten.expand.default, node, [emit.rows(stage), *([-1] * len(factor.axes))])
             if len(inside) != 1:
-                node = emit.reshape(node, [*(a.size for a in around), len(where)], int(stage != Stage.CONSTANT))
+                node = emit.reshape(node, [*(a.size for a in before), len(where), *(a.size for a in after)], lead)
             pieces.append(node)
-        node = emit.call(aten.cat.default, pieces, int(stage != Stage.CONSTANT) + len(around))
-        parts.append(Expression.of(Factor(node, (*around, axis)), dtype))
+        node = emit.call(aten.cat.default, pieces, lead + len(before))
+        parts.append(Expression.of(Factor(node, (*before, axis, *after)), dtype))
     return positions, (axis,), parts
 
 

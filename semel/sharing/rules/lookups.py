@@ -24,6 +24,7 @@ def embedding(w: Rewriter, node: fx.Node, table: Value, index: Value, padding_id
     for key, part in index.parts.items():
         factor = part.leaf(w.emit)
         made = w.emit.call(aten.embedding.default, weight, factor.node, padding_idx, scale_grad_by_freq, sparse)
+        made.meta["index_axes"] = len(factor.axes)
         if not new:
             made = w.emit.call(aten.squeeze.dim, made, -1)
         parts[key] = Expression.of(Factor(made, (*factor.axes, *new)), w.dtype(node), (*part.axes, *new))
