@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from semel.sharing.demand import push_slices
 from semel.sharing.errors import SharingError
 
 
@@ -55,6 +56,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             program = torch.export.export(model, args, dict(kwargs), strict=False,
                                           dynamic_shapes=_by_name(model, args, kwargs, dynamic))
             program = program.run_decompositions({})
+        push_slices(program.graph)
     except Exception as error:  # torch raises many kinds
         raise SharingError(f"torch.export cannot trace {type(model).__name__}: {_reason(error)}") from error
     signature = program.graph_signature

@@ -87,7 +87,8 @@ class Expression:
 
     def zero(self, emit: Emitter) -> bool:
         """Whether it is zero whatever the inputs, as long as they are finite: hidden by a mask."""
-        return not self.terms or (len(self.terms) == 1 and any(emit.uniform(f.node) == 0.0 for f in self.terms[0].factors))
+        return not self.terms or (
+            len(self.terms) == 1 and any(emit.uniform(f.node) == 0.0 for f in self.terms[0].factors))
 
     def leaf(self, emit: Emitter) -> Factor:
         """The value as one tensor, computed now (once)."""
@@ -259,7 +260,8 @@ def take(emit: Emitter, node: fx.Node, dim: int, positions: np.ndarray, size: in
     if n == size and (positions == np.arange(n)).all():
         return node
     if node.op == "get_attr":
-        return emit.constant(emit.constants[str(node.target)].index_select(dim, torch.from_numpy(positions.astype(np.int64))))
+        known = emit.constants[str(node.target)]
+        return emit.constant(known.index_select(dim, torch.from_numpy(positions.astype(np.int64))))
     if n and (positions == positions[0] + np.arange(n)).all():
         return emit.call(aten.slice.Tensor, node, dim, int(positions[0]), int(positions[0]) + n)
     return emit.call(aten.index_select.default, node, dim, emit.constant(torch.from_numpy(positions.astype(np.int64))))

@@ -27,8 +27,8 @@ def lookup(tables: Sequence[Tensor], sources: Sequence[Tensor], columns: Sequenc
            options: Sequence[Options]) -> Tensor:
     """Rows of ``tables`` (each [rows, width]) side by side: [n, all widths].
 
-    ``sources``: the indices of each table, [n], or [n, columns] of which ``columns`` names one (-1: [n]); floating-point
-    ones are cut to integers. ``options``: padding index, scaling by frequency, sparse gradient of each table.
+    ``sources``: the indices of each table, [n], or [n, columns] of which ``columns`` names one (-1: [n]); those in
+    floating point are cut to integers. ``options``: padding index, scaling by frequency, sparse gradient of each table.
 
     Raises:
         IndexError: an index is no row of its table.
@@ -57,13 +57,13 @@ def lookup(tables: Sequence[Tensor], sources: Sequence[Tensor], columns: Sequenc
     out = torch.empty(n, width, dtype=tables[0].dtype)
     wrong = gather(fields, KINDS[first.dtype], n, out.data_ptr())
     if wrong >= 0:
-        raise IndexError(f"an index is no row of its table of {fields[2, wrong]} rows (table {wrong} of {len(tables)} in a "
-                         "grouped lookup)")
+        raise IndexError(f"an index is no row of its table of {fields[2, wrong]} rows "
+                         f"(table {wrong} of {len(tables)} that are looked up together)")
     return out
 
 
 def _table_fields(tables: Sequence[Tensor]) -> tuple[np.ndarray, int] | None:
-    """Where tables lie, as ``gather`` wants it ([6, F], the last two rows open), and the sum of widths; None: not so."""
+    """Where tables lie, for ``gather`` ([6, F], the last two rows open), and the sum of widths; None: not so."""
     key = (tuple(map(Tensor.data_ptr, tables)), tuple(map(Tensor.numel, tables)))
     if key not in _fields:
         if len(_fields) > 256:      # tables that moved
@@ -100,10 +100,11 @@ def separate(tables: Sequence[Tensor], sources: Sequence[Tensor], columns: Seque
 def group(graph: fx.Graph, root: nn.Module) -> None:
     """Pieces of a ``cat`` behind the rows that are lookups, or columns of one input, become one call; in place."""
     made: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
+    nodes: list[Any] = list(graph.nodes)
+    for node in nodes:
         if node.target is not aten.cat.default or len(node.args) < 2 or node.args[1] != 1:
             continue
-        pieces: list[fx.Node] = []
+        pieces: list[Any] = []
         for kind, run in groupby(node.args[0], _kind):
             found = list(run)
             joined = None
@@ -119,17 +120,18 @@ def group(graph: fx.Graph, root: nn.Module) -> None:
     graph.eliminate_dead_code()
 
 
-def _kind(piece: fx.Node) -> Any:
+def _kind(piece: Any) -> Any:
     """What pieces must have in common to be joined; None: neither a lookup nor a column."""
     inside, shape = _behind(piece)
-    if inside.target is aten.embedding.default and inside.meta.get("index_axes") == 0 and len(shape or (0, 0)) in (2, 3):
+    if inside.target is aten.embedding.default and inside.meta.get("index_axes") == 0 and \
+            (shape is None or len(shape) in (2, 3)):
         if shape is None or len(shape) == 2:
             return ("lookup",)
         return ("lookup", *shape[1:]) if shape[1] == 1 else None
     return "column" if inside.target is aten.select.int and inside.args[1] == 1 and shape == (-1, 1) else None
 
 
-def _behind(piece: fx.Node) -> tuple[fx.Node, tuple[int, ...] | None]:
+def _behind(piece: Any) -> tuple[Any, tuple[int, ...] | None]:
     """The node whose elements a piece has, and the shape that they are given."""
     shape = None
     while piece.op == "call_function" and piece.target in (aten.reshape.default, aten.squeeze.dim):
@@ -139,7 +141,7 @@ def _behind(piece: fx.Node) -> tuple[fx.Node, tuple[int, ...] | None]:
     return piece, shape
 
 
-def _index(node: fx.Node) -> tuple[fx.Node, int]:
+def _index(node: Any) -> tuple[Any, int]:
     """Where an index [n] comes from: an input and its column, or -1."""
     inside = node
     if inside.target is aten._to_copy.default and inside.kwargs == {"dtype": torch.int64}:
@@ -149,7 +151,7 @@ def _index(node: fx.Node) -> tuple[fx.Node, int]:
     return node, -1
 
 
-def _lookups(graph: fx.Graph, made: dict[Any, fx.Node], kind: Any, pieces: Sequence[fx.Node]) -> fx.Node | None:
+def _lookups(graph: fx.Graph, made: dict[Any, fx.Node], kind: Any, pieces: Sequence[Any]) -> fx.Node | None:
     found = [_behind(piece)[0] for piece in pieces]
     tables = [node.args[0] for node in found]
     indices = [_index(node.args[1]) for node in found]
@@ -168,7 +170,7 @@ def _with_defaults(given: Sequence[Any]) -> Iterator[Any]:
         yield given[i] if i < len(given) else default
 
 
-def _columns(graph: fx.Graph, root: nn.Module, pieces: Sequence[fx.Node]) -> fx.Node | None:
+def _columns(graph: fx.Graph, root: nn.Module, pieces: Sequence[Any]) -> fx.Node | None:
     found = [_behind(piece)[0] for piece in pieces]
     if len({node.args[0] for node in found}) > 1:
         return None

@@ -43,8 +43,8 @@ copy: Any = intrinsic(_copy)
 
 
 def _gather(fields: Any, kind: int, n: int, out: int) -> int:
-    """``fields`` [6, F] int64: address, bytes a row, rows and bytes wanted of each table; address of its first index, and
-    bytes to the next. ``kind``: of the indices. Writes to ``out``; the field of the first wrong index, or -1."""
+    """``fields`` [6, F]: address, bytes a row, rows and bytes wanted of each table; address of its first index, and bytes
+    to the next. ``kind``: of the indices. Writes to ``out``; gives the field of the first wrong index, or -1."""
     to = out
     for row in range(n):
         for f in range(fields.shape[1]):

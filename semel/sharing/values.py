@@ -193,6 +193,39 @@ def fused(emit: Emitter, value: Value, axes: Sequence[Axis] | None = None) -> Va
     return value
 
 
+def coalesced(emit: Emitter, value: Value) -> Value:
+    """Blocks of a mixed axis that are all the candidate's, and hold nothing of the request's open, as one block."""
+    for axis in value.mixed:
+        at = value.axes.index(axis)
+        late = [n for n in range(len(axis.blocks)) if all(
+            part.stage == Stage.CANDIDATE and not any(f.stage == Stage.REQUEST for t in part.terms for f in t.factors)
+            for key, part in value.parts.items() if (axis, n) in key)]
+        if len(late) < 2:
+            continue
+        one = Axis(sum(len(axis.blocks[n].positions) for n in late))
+        new = Axis(axis.size)
+        rest = [n for n in range(len(axis.blocks)) if n not in late]
+        place = {n: i for i, n in enumerate(rest)}
+        new.blocks = (*(axis.blocks[n] for n in rest),
+                      Block(np.concatenate([axis.blocks[n].positions for n in late]), (one,)))
+        parts: dict[Key, Expression] = {}
+        for key, part in value.parts.items():
+            number = dict(key)[axis]
+            outer = key - {(axis, number)}
+            if number in place:
+                parts[outer | {(new, place[number])}] = part
+            elif number == late[0]:
+                before, after = inner(value.axes[:at], key), inner(value.axes[at + 1 :], key)
+                items = [(axis.blocks[n].positions, axis.blocks[n].axes, [value.parts[outer | {(axis, n)}]])
+                         for n in late]
+                (joined,) = _joined(emit, [Stage.CANDIDATE], items, [(before, after)], value.dtype)[2]
+                node = joined.leaf(emit).node
+                parts[outer | {(new, len(rest))}] = Expression.of(Factor(node, (*before, one, *after)), value.dtype)
+        groups = tuple(tuple(new if a is axis else a for a in group) for group in value.groups)
+        value = Value(groups, parts, value.dtype)
+    return value
+
+
 def cut(emit: Emitter, value: Value, axis: Axis, blocks: tuple[Block, ...]) -> Value:
     """An ordinary axis cut as ``blocks`` say; the new axis has fresh names."""
     new = Axis(axis.size, tuple(Block(b.positions, tuple(Axis(a.size) for a in b.axes)) for b in blocks))
@@ -560,6 +593,8 @@ def contract(emit: Emitter, first: Value, second: Value, over: Sequence[tuple[in
 
     The result's groups: those of ``first`` but the summed, then those of ``second`` in no pair.
     """
+    if first.stage == second.stage == Stage.CANDIDATE:
+        second = coalesced(emit, second)    # keys and values of attention: all of them are looked at anyway
     second = copied(second, [axis for axis in second.axes if names([axis]) & names(first.axes)])
     for i, j in (*over, *together):
         first, second = unify(emit, first, i, second, j)

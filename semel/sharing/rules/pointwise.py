@@ -16,7 +16,6 @@ from semel.sharing.interpret import Rewriter, rule
 from semel.sharing.masks import Bounds, bounds, inside
 from semel.sharing.values import Key, Value, add, broadcast, inner, joint, mapped, multiply
 
-
 Shortcut = Callable[[tuple[Group, ...], Key, list[Expression]], Expression | None]
 
 

@@ -44,7 +44,8 @@ def mean(w: Rewriter, node: fx.Node, a: Value, dim: Any, keepdim: bool = False, 
     return mapped(summed(w.emit, a, dims, keepdim), lambda part: part.scaled(w.emit, 1.0 / count))
 
 
-def along(w: Rewriter, node: fx.Node | None, a: Value, dims: list[int], keep: bool, call: Any, *, shape: bool = False) -> Value:
+def along(w: Rewriter, node: fx.Node | None, a: Value, dims: list[int], keep: bool, call: Any, *,
+          shape: bool = False) -> Value:
     """``call(tensor, dim)`` with the logical axes ``dims`` as the last axis. ``shape``: the result keeps that axis."""
     gone = [axis for d in dims for axis in a.groups[d]]
     if BATCH in gone:
@@ -60,7 +61,8 @@ def along(w: Rewriter, node: fx.Node | None, a: Value, dims: list[int], keep: bo
         factor = full(w.emit, part.leaf(w.emit), gone)
         outer = tuple(axis for axis in factor.axes if axis not in gone)
         factor = ordered_factor(w.emit, factor, (*outer, *gone))
-        x = factor.node if len(gone) == 1 else w.emit.reshape(factor.node, [*(x.size for x in outer), flat.size], factor.lead)
+        x = factor.node if len(gone) == 1 else w.emit.reshape(
+            factor.node, [*(x.size for x in outer), flat.size], factor.lead)
         made = call(x, factor.lead + len(outer))
         made.meta["flops"] = size_of(factor.axes) * (3 if shape else 1)
         if shape:
@@ -92,7 +94,7 @@ def softmax_(w: Rewriter, node: fx.Node, a: Value, dim: int, half_to_float: bool
 
 
 def softmaxed(w: Rewriter, a: Value, dim: int) -> Value:
-    """Softmax along a logical axis. Along a mixed one blocks that a mask hides get no weight and are not looked at, and
+    """Softmax along a logical axis. Along a mixed one, blocks that a mask hides get no weight and are not looked at, and
     the request's own block is weighed once a request.
 
     With e the request's scores and c the candidate's, softmax([e, c]) = [softmax(e) f, g] where [f, g] =
@@ -116,7 +118,8 @@ def softmaxed(w: Rewriter, a: Value, dim: int) -> Value:
     return Value(a.groups, parts, a.dtype)
 
 
-def _weighed(w: Rewriter, axis: Axis, early: dict[int, Expression], late: dict[int, Expression]) -> dict[int, Expression]:
+def _weighed(w: Rewriter, axis: Axis, early: dict[int, Expression],
+             late: dict[int, Expression]) -> dict[int, Expression]:
     """Softmax over the blocks of both; ``early`` may be empty."""
     emit = w.emit
     outer = tuple(a for n, part in late.items() for a in part.axes if a not in axis.blocks[n].axes)
@@ -145,8 +148,8 @@ def _weighed(w: Rewriter, axis: Axis, early: dict[int, Expression], late: dict[i
     return weights
 
 
-def _side_by_side(w: Rewriter, axis: Axis, parts: dict[int, Expression], outer: Group, first: Sequence[Factor] = ()) \
-        -> tuple[Factor, Group]:
+def _side_by_side(w: Rewriter, axis: Axis, parts: dict[int, Expression], outer: Group,
+                  first: Sequence[Factor] = ()) -> tuple[Factor, Group]:
     """Blocks of ``axis`` one after the other on the last axis (behind ``first``), and the axes before it."""
     emit = w.emit
     factors = {n: part.leaf(emit) for n, part in parts.items()}
@@ -166,11 +169,13 @@ def _side_by_side(w: Rewriter, axis: Axis, parts: dict[int, Expression], outer: 
             node = emit.reshape(node, [*(a.size for a in shared_axes), size_of(inside)], int(stage != Stage.CONSTANT))
         pieces.append(node)
     width = len(first) + sum(len(axis.blocks[n].positions) for n in parts)
-    node = pieces[0] if len(pieces) == 1 else emit.call(aten.cat.default, pieces, int(stage != Stage.CONSTANT) + len(shared_axes))
+    dim = int(stage != Stage.CONSTANT) + len(shared_axes)
+    node = pieces[0] if len(pieces) == 1 else emit.call(aten.cat.default, pieces, dim)
     return Factor(node, (*shared_axes, Axis(width))), shared_axes
 
 
-def _taken_apart(w: Rewriter, axis: Axis, parts: dict[int, Expression], made: Factor, outer: Group) -> dict[int, Expression]:
+def _taken_apart(w: Rewriter, axis: Axis, parts: dict[int, Expression], made: Factor,
+                 outer: Group) -> dict[int, Expression]:
     """What ``_side_by_side`` put together, by block."""
     emit, start, out = w.emit, 0, {}
     for n, part in parts.items():
