@@ -1,0 +1,1 @@
+"""How ``semel.isolate`` rewrites a graph so that request units never depend on the candidate."""
