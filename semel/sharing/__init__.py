@@ -1,7 +1,11 @@
-"""Compute once: the request side of a model, once per request. Usable alone, with any PyTorch ranker."""
+"""Compute once: the request side of a model, once per request. Usable alone, with any PyTorch ranker.
+
+``share`` rewrites a model exactly; ``isolate`` makes another one, whose request side never sees a candidate.
+"""
 
 from semel.sharing.errors import SharingError
-from semel.sharing.package import LoadedModel, load
+from semel.sharing.isolate import IsolatedModel, isolate
+from semel.sharing.package import load
 from semel.sharing.shared import RequestState, SharedModel, share
 
-__all__ = ["LoadedModel", "RequestState", "SharedModel", "SharingError", "load", "share"]
+__all__ = ["IsolatedModel", "RequestState", "SharedModel", "SharingError", "isolate", "load", "share"]

@@ -28,9 +28,9 @@ class _Graph(nn.Module):
             self.register_buffer(name, value, persistent=False)
         graph = walker.writer.graph
         graph.lint()
-        for node in graph.nodes:
-            if node.op == "get_attr" and not hasattr(self, str(node.target)):
-                raise AssertionError(node.target)
+        for node in graph.nodes:  # not the model's own graph, which would be kept and copied with it
+            origin = node.meta.get("origin")
+            node.meta = {"sides": node.meta.get("sides"), "place": "" if origin is None else place(origin)}
         self.module = fx.GraphModule(self, graph)
         self.reads = [walker.pieces[n].name if n in walker.pieces else None for n in graph.nodes if n.op == "placeholder"]
         self.updates = list(model.mutated.values())
@@ -54,7 +54,6 @@ class IsolatedModel(nn.Module):
                                       **dict(model.named_buffers(remove_duplicate=False))}
         self.splits: dict[str, tuple[int, ...]] = {}
         self.pieces: dict[str, Piece] = {}
-        self._walks: dict[bool, Walk] = {}
         graphs: dict[bool, _Graph] = {}
         was = model.training
         try:
@@ -68,7 +67,8 @@ class IsolatedModel(nn.Module):
                                        "the units with split")
                 self.splits.update(walker.splits)
                 self.pieces.update(pieces)
-                self._walks[mode] = walker
+                if not mode:
+                    self._report = report(walker)
                 graphs[mode] = _Graph(graph, walker)
         finally:
             model.train(was)
@@ -94,7 +94,7 @@ class IsolatedModel(nn.Module):
         self.training = was
 
     @property
-    def forward(self) -> Any:  # a property, so that it has the signature of the model's
+    def forward(self) -> Any:  # type: ignore[override]  # a property, so that it has the signature of the model's
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(args, kwargs)
 
@@ -116,7 +116,9 @@ class IsolatedModel(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         graph = self._graph()
         inputs = iter(self._inputs(args, kwargs))
-        results = graph.module(*(next(inputs) if name is None else self._tensor(name) for name in graph.reads))
+        # what is updated is read from a copy, which the backward pass can keep
+        results = graph.module(*(next(inputs) if name is None else self._tensor(name).clone() if name in graph.updates
+                                 else self._tensor(name) for name in graph.reads))
         kept = len(results) - len(graph.updates)
         for name, value in zip(graph.updates, results[kept:], strict=True):
             with torch.no_grad():
@@ -141,7 +143,8 @@ class IsolatedModel(nn.Module):
         leaves = pytree.tree_flatten((args, dict(kwargs)))[0]
         tensors = [leaf for i, leaf in enumerate(leaves) if i not in self.signature.fixed]
         generator = torch.Generator().manual_seed(seed)
-        graph, checked, moved = self._graphs["in_eval"], 0, False
+        graph: Any = self._graphs["in_eval"]
+        checked, moved = 0, False
         with torch.no_grad():
             for _ in range(trials):
                 first = self._drawn(tensors, None, generator)
@@ -158,9 +161,8 @@ class IsolatedModel(nn.Module):
                         mine = sides == REQUEST
                         same = (value == b[node]) | (value != value) & (b[node] != b[node])
                         if not bool(same[mine].all()):
-                            origin = node.meta.get("origin")
                             raise SharingError(f"request units of {node.name} change with the candidate "
-                                               f"({place(origin) if origin is not None else node.target})")
+                                               f"({node.meta['place'] or node.target})")
         if not moved:
             raise SharingError("all rows of example_inputs are equal on the candidate side; give rows that differ")
         return checked
@@ -190,7 +192,7 @@ class IsolatedModel(nn.Module):
 
     def explain(self) -> IsolationReport:
         """Of each node and in total: floating-point operations on request units (once a request) and on the rest."""
-        return report(self._walks[False])
+        return self._report
 
 
 class _Recorder(fx.Interpreter):

@@ -7,6 +7,7 @@ in every chunk alike where the units are viewed or chunked so.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -56,10 +57,11 @@ def request_units(walk: Walk, node: fx.Node, name: str, units: int, share: float
 
 
 def _given(key: str, asked: Any, units: int) -> list[int]:
-    if isinstance(asked, bool) or not isinstance(asked, (int, Iterable)):
+    count = isinstance(asked, int) and not isinstance(asked, bool)
+    if not count and (not isinstance(asked, Iterable) or any(not isinstance(i, int) for i in asked)):
         raise SharingError(f"split[{key!r}] must be a number of units or a list of positions, got {asked!r}")
-    positions = list(range(asked)) if isinstance(asked, int) else sorted({int(i) for i in asked})
-    if (isinstance(asked, int) and not 0 <= asked <= units) or any(not 0 <= i < units for i in positions):
+    positions = list(range(asked)) if count else sorted(set(asked))
+    if (count and asked < 0) or any(not 0 <= i < units for i in positions):
         raise SharingError(f"split[{key!r}] is {asked!r}; the module has {units} units")
     return positions
 
@@ -107,7 +109,7 @@ class _Forward:
             if not any(n in ids for n in user.all_input_nodes):
                 continue
             value = user.meta.get("val")
-            if user.target.__name__ == "getitem" and user.args[0] in ids:
+            if user.target is operator.getitem and user.args[0] in ids:
                 held = ids[user.args[0]]
                 ids[user] = held[user.args[1]] if isinstance(held, (list, tuple)) else held
                 if user.args[1] and not isinstance(held, (list, tuple)):
@@ -135,7 +137,7 @@ class _Forward:
         self.chunks = [sorted(c) for c in whole] if whole and sum(map(len, whole)) == units and \
             len(frozenset().union(*whole)) == units else []
 
-    def _move(self, user: fx.Node, ids: Mapping[fx.Node, Any]) -> Any:
+    def _move(self, user: Any, ids: Mapping[fx.Node, Any]) -> Any:
         def argument(n: fx.Node) -> Any:
             value = self.walk.values.get(n)
             if n in ids:
@@ -157,15 +159,15 @@ class _Forward:
         rows = rows[(rows >= 0).all(1)]
         return size if len(rows) and bool((rows == rows[:, :1] + torch.arange(size)).all()) else 0
 
-    def _meet(self, user: fx.Node, ids: Mapping[fx.Node, Any]) -> Any:
+    def _meet(self, user: Any, ids: Mapping[fx.Node, Any]) -> Any:
         mine = [ids[n] for n in user.all_input_nodes if n in ids and isinstance(ids[n], Tensor)]
         if not mine:
             return None
         shape = self.walk.shape(user.meta["val"])
         found = mine[0].expand(shape)
         for n in user.all_input_nodes:
-            value = self.walk.values.get(n)
-            if n in ids or not isinstance(value, Sided) or value.constant:
+            value = None if n in ids else self.walk.ahead(n, ids, _moves())
+            if not isinstance(value, Sided) or value.constant:
                 continue
             layout = self._layout(found, value.sides.expand(shape))
             if layout is not None and (not self.layouts or layout not in [known for known, _ in self.layouts]):
@@ -185,7 +187,7 @@ class _Forward:
         return mine if any(mine) and not all(mine) else None
 
 
-def _after(node: fx.Node) -> Iterable[fx.Node]:
+def _after(node: fx.Node) -> Iterable[Any]:
     """Nodes behind this one, in order."""
     reached = {node}
     current = node.next

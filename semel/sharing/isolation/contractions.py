@@ -157,7 +157,6 @@ def matmul_of_values(walk: Walk, node: fx.Node, a: Sided, b: Sided) -> Sided:
     left = [*lead[rank - ranks[0]:], "y", "x"] if ranks[0] > 1 else ["x"]
     right = [*lead[rank - ranks[1]:], "x", "z"] if ranks[1] > 1 else ["x"]
     out = [*lead, *(["y"] if ranks[0] > 1 else []), *(["z"] if ranks[1] > 1 else [])]
-    # an axis of size one that meets a longer one: einsum would refuse it for sides of different sizes only
     def make(p: fx.Node, q: fx.Node, flops: float) -> fx.Node:
         return walk.writer.call(node.target, p, q, flops=flops)
 
@@ -166,20 +165,25 @@ def matmul_of_values(walk: Walk, node: fx.Node, a: Sided, b: Sided) -> Sided:
 
 @rule(aten.einsum.default)
 def einsum(walk: Walk, node: fx.Node, equation: str, values: Sequence[Sided], *, path: Any = None) -> Sided:
-    from semel.sharing.isolation.projections import projected_einsum
-
     left, _, right = equation.replace(" ", "").partition("->")
     if "." in equation or "->" not in equation or any(len(set(t)) != len(t) for t in left.split(",")):
         raise Unproved("write the einsum with one letter an axis and an arrow")
-    terms = [list(t) for t in left.split(",")]
-    made = projected_einsum(walk, node, terms, list(right), values)
+    return product(walk, node, [list(t) for t in left.split(",")], list(right), values)
+
+
+def product(walk: Walk, node: fx.Node, terms: Sequence[list[str]], out: list[str], values: Sequence[Sided]) -> Sided:
+    """An einsum of any values."""
+    from semel.sharing.isolation.projections import projected_einsum
+
+    made = projected_einsum(walk, node, terms, out, values)
     if made is not None:
         return made
+    equation = ",".join("".join(t) for t in terms) + "->" + "".join(out)
 
     def make(*nodes: fx.Node, flops: float) -> fx.Node:
-        return walk.writer.call(node.target, equation, list(nodes), flops=flops)
+        return walk.writer.call(aten.einsum.default, equation, list(nodes), flops=flops)
 
-    return contract(walk, node, terms, list(right), values, make, _flops(terms, values))
+    return contract(walk, node, terms, out, values, make, _flops(terms, values))
 
 
 def _flops(terms: Sequence[Letters], values: Sequence[Sided]) -> float:

@@ -26,9 +26,9 @@ from semel.sharing.isolation.walk import Piece, Walk, rule
 class Weight:
     """A constant matrix ``[units, inputs]`` however it is stored, by blocks."""
 
-    def __init__(self, walk: Walk, node: fx.Node, value: Sided, flip: bool = False) -> None:
+    def __init__(self, walk: Walk, dtype: torch.dtype, value: Sided, flip: bool = False) -> None:
         """``flip``: the value is ``[inputs, units]``."""
-        self.walk, self.value, self.node, self.flip = walk, value, node, flip
+        self.walk, self.value, self.dtype, self.flip = walk, value, dtype, flip
         self.name = value.parameter
         shape = list(value.sides.shape)
         self.units, self.inputs = shape[::-1] if flip else shape
@@ -38,30 +38,32 @@ class Weight:
 
     def block(self, suffix: str, units: Sequence[int] | None, inputs: Sequence[int] | None) -> fx.Node:
         """``[units, inputs]`` of some of each: a parameter of its own if compact, else a part of the whole one."""
-        flip = self.flip
-        if self.walk.compact and self.own and self.name and (units is not None or inputs is not None):
-            stored = (units, inputs) if flip == self.value.transposed else (inputs, units)
-            rows, columns = (None if p is None else tuple(p) for p in stored)
-            sides = torch.zeros(len(rows) if rows is not None else self._stored(0),
-                                len(columns) if columns is not None else self._stored(1), dtype=torch.int8)
-            node = self.walk.parameter(Piece(f"{self.name}_{suffix}", self.name, rows, columns), sides)
-            turn = flip != self.value.transposed
-        else:
-            node, turn = self.value.node, flip
-            for dim, positions in ((0, units), (1, inputs)):
-                if positions is not None:
-                    node = self.walk.writer.take(node, 1 - dim if flip else dim, positions)
-        if turn:
-            sides = node.meta["sides"].t()
-            node = self.walk.writer.call(aten.transpose.int, node, 0, 1, sides=sides)
-        return node
+        if not (self.walk.compact and self.own and self.name):
+            return self.part(units, inputs)
+        turned = self.flip != self.value.transposed
+        rows, columns = (None if p is None else tuple(p) for p in ((inputs, units) if turned else (units, inputs)))
+        sides = torch.zeros(len(rows) if rows is not None else self._stored(0),
+                            len(columns) if columns is not None else self._stored(1), dtype=torch.int8)
+        node = self.walk.parameter(Piece(f"{self.name}_{suffix}", self.name, rows, columns), sides)
+        return self._turned(node) if turned else node
+
+    def part(self, units: Sequence[int] | None, inputs: Sequence[int] | None) -> fx.Node:
+        """The same, always of the whole one."""
+        node = self.value.node
+        for dim, positions in ((0, units), (1, inputs)):
+            if positions is not None:
+                node = self.walk.writer.take(node, 1 - dim if self.flip else dim, positions)
+        return self._turned(node) if self.flip else node
+
+    def _turned(self, node: fx.Node) -> fx.Node:
+        return self.walk.writer.call(aten.transpose.int, node, 0, 1, sides=node.meta["sides"].t())
 
     def _stored(self, dim: int) -> int:
         shape = self.value.sides.shape
         return shape[1 - dim] if self.value.transposed else shape[dim]
 
     def whole(self) -> fx.Node:
-        return self.block("", None, None)
+        return self.part(None, None)
 
     def masked(self, units: Sequence[int], inputs: Sequence[int]) -> fx.Node:
         """The whole weight, zero where ``units`` would use others than ``inputs``."""
@@ -71,12 +73,10 @@ class Weight:
         columns = torch.ones(self.inputs, dtype=torch.bool)
         columns[list(inputs)] = False
         mask[rows[:, None] & columns] = 0
-        mask = mask.to(self.node.meta["val"].dtype)
+        mask = mask.to(self.dtype)
         node = self.walk.writer.call(aten.mul.Tensor, self.value.node, self.walk.writer.constant(
             mask.t().contiguous() if self.flip else mask), sides=torch.zeros_like(self.value.sides), share=1.0)
-        if self.flip:
-            node = self.walk.writer.call(aten.transpose.int, node, 0, 1, sides=node.meta["sides"].t())
-        return node
+        return self._turned(node) if self.flip else node
 
 
 def project(walk: Walk, node: fx.Node, x: Sided, weight: Weight, bias: Sided | None, dim: int) -> Sided:
@@ -115,7 +115,7 @@ def project(walk: Walk, node: fx.Node, x: Sided, weight: Weight, bias: Sided | N
     units = request_units(walk, node, weight.name or node.name, weight.units, len(inputs) / weight.inputs, dim)
     if units is None:  # the last mixing operator, or one unit: nothing to cut
         sides = by_row(True)
-        view = linear(writer.take(x.seen, last, inputs), weight.block("request", None, inputs), None, sides)
+        view = linear(writer.take(x.seen, last, inputs), weight.part(None, inputs), None, sides)
         return labelled(linear(x.node, weight.whole(), None, sides), view, sides)
     others = [u for u in range(weight.units) if u not in set(units)]
     sides = torch.full((*outer, weight.units), CANDIDATE, dtype=torch.int8)
@@ -143,23 +143,23 @@ def project(walk: Walk, node: fx.Node, x: Sided, weight: Weight, bias: Sided | N
 def linear(walk: Walk, node: fx.Node, x: Sided, w: Sided, bias: Sided | None = None) -> Sided:
     if not w.constant:
         raise Unproved("its weight depends on an input")
-    return project(walk, node, x, Weight(walk, node.args[1], w), bias, x.sides.dim() - 1)
+    return project(walk, node, x, Weight(walk, node.meta["val"].dtype, w), bias, x.sides.dim() - 1)
 
 
 @rule(aten.addmm.default)
 def addmm(walk: Walk, node: fx.Node, bias: Sided, x: Sided, w: Sided, **kwargs: Any) -> Sided:
     if not w.constant or kwargs or not bias.constant or bias.sides.dim() != 1:
         raise Unproved("it is no linear layer")
-    return project(walk, node, x, Weight(walk, node.args[2], w, flip=True), bias, 1)
+    return project(walk, node, x, Weight(walk, node.meta["val"].dtype, w, flip=True), bias, 1)
 
 
 def projected_matmul(walk: Walk, node: fx.Node, a: Sided, b: Sided) -> Sided | None:
     """``x P`` and ``P x`` with a constant matrix P; None if it is something else."""
     if b.constant and b.sides.dim() == 2 and a.sides.dim() >= 2:
-        return project(walk, node, a, Weight(walk, node.args[1], b, flip=True), None, a.sides.dim() - 1)
+        return project(walk, node, a, Weight(walk, node.meta["val"].dtype, b, flip=True), None, a.sides.dim() - 1)
     if a.constant and a.sides.dim() == 2 and b.sides.dim() >= 3:
         rank = b.sides.dim()
-        made = project(walk, node, _turned(walk, b, rank - 2, rank - 1), Weight(walk, node.args[0], a), None, rank - 2)
+        made = project(walk, node, _turned(walk, b, rank - 2, rank - 1), Weight(walk, node.meta["val"].dtype, a), None, rank - 2)
         return _turned(walk, made, rank - 2, rank - 1)
     return None
 
@@ -177,7 +177,7 @@ def projected_einsum(walk: Walk, node: fx.Node, terms: Sequence[list[str]], out:
         return None
     letters = [*(letter for letter in t if letter != summed[0])]
     x = _permuted(walk, x, [t.index(letter) for letter in letters] + [t.index(summed[0])])
-    result = project(walk, node, x, Weight(walk, node.args[1][at], matrix, flip=w[0] == summed[0]), None,
+    result = project(walk, node, x, Weight(walk, node.meta["val"].dtype, matrix, flip=w[0] == summed[0]), None,
                      out.index(made[0]))
     letters.append(made[0])
     return _permuted(walk, result, [letters.index(letter) for letter in out])
@@ -185,23 +185,14 @@ def projected_einsum(walk: Walk, node: fx.Node, terms: Sequence[list[str]], out:
 
 @rule(aten.tensordot.default)
 def tensordot(walk: Walk, node: fx.Node, a: Sided, b: Sided, dims_a: Sequence[int], dims_b: Sequence[int]) -> Sided:
-    from semel.sharing.isolation.contractions import einsum
+    from semel.sharing.isolation.contractions import product
 
     left = [chr(97 + i) for i in range(a.sides.dim())]
     right = [chr(109 + i) for i in range(b.sides.dim())]
     for p, q in zip(dims_a, dims_b, strict=True):
         right[q] = left[p]
     out = [c for c in left + right if not (c in left and c in right)]
-    equation = f"{''.join(left)},{''.join(right)}->{''.join(out)}"
-    return einsum(walk, _as_einsum(node, equation), equation, [a, b])
-
-
-def _as_einsum(node: fx.Node, equation: str) -> fx.Node:
-    """A stand-in with the arguments of an einsum, for rules that read them."""
-    made = fx.Node(node.graph, node.name, "call_function", aten.einsum.default, (equation, list(node.args[:2])), {})
-    made.meta = node.meta
-    made.users = node.users
-    return made
+    return product(walk, node, [left, right], out, [a, b])
 
 
 @rule(aten.conv1d.default)
@@ -212,7 +203,7 @@ def conv1d(walk: Walk, node: fx.Node, x: Sided, w: Sided, bias: Sided | None = N
     if not plain or not w.constant:
         raise Unproved("only convolutions of width 1 have a rule")
     matrix = walk.writer.call(aten.select.int, w.node, 2, 0, sides=w.sides[:, :, 0])
-    weight = Weight(walk, node.args[1], Sided(matrix, w.sides[:, :, 0], constant=True))
+    weight = Weight(walk, node.meta["val"].dtype, Sided(matrix, w.sides[:, :, 0], constant=True))
     weight.name = w.parameter
     made = project(walk, node, _turned(walk, x, 1, 2), weight, bias, 1)
     return _turned(walk, made, 1, 2)

@@ -32,7 +32,7 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @rule(*MOVES)
-def move(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+def move(walk: Walk, node: Any, *args: Any, **kwargs: Any) -> Any:
     """Run on the sides themselves."""
     def sides(n: fx.Node) -> Any:
         value = walk.values[n]
@@ -76,8 +76,9 @@ def pointwise(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Sided:
         others = [v.sides.expand(shape) for m, v in inputs.items() if m is not n and not v.constant]
         if bool((value.sides == BOTH).any()) and others:
             rest = torch.stack(others).amax(0)
-            # where the other is the request's too, this becomes the request's, if elsewhere it is the candidate's
-            if bool((rest == CANDIDATE).any()) and bool((rest == REQUEST).any()):
+            # it serves units of both sides, as a gate does: each gets its version
+            serves = bool((value.sides.expand(shape)[rest == CANDIDATE] == BOTH).all())
+            if serves and bool((rest == CANDIDATE).any()) and bool((rest == REQUEST).any()):
                 resolved[n] = _resolved(walk, value, rest, shape, fixed)
     found = {n: resolved.get(n, value) for n, value in inputs.items()}
     sides = torch.stack([value.sides.expand(shape) for value in found.values()]).amax(0)

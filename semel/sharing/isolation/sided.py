@@ -14,7 +14,7 @@ elements gives the sides of its result by being run on them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -145,12 +145,6 @@ class Writer:
             raise Unproved("a view folds the batch into an axis whose units are on both sides")
         sides = torch.where(mask, 0, 2).to(torch.int8)
         return self.call(aten.where.self, self.constant(mask[:1].clone()), request, everything, sides=sides)
-
-
-def opaque(value: Sided) -> Sided:
-    """All of a value as the candidate's."""
-    return replace(value, sides=torch.full_like(value.sides, CANDIDATE), view=None, constant=False, known=None,
-                   parameter=None)
 
 
 def labelled(made: fx.Node, view: fx.Node | None, sides: Tensor) -> Sided:

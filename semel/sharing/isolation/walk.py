@@ -7,7 +7,7 @@ units free of candidate units and says on which side its results are. Without a 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from semel.sharing.emission import Stage, aten
 from semel.sharing.errors import SharingError, Unproved
 from semel.sharing.export import ModelGraph, place
 from semel.sharing.inputs import Input, Signature
-from semel.sharing.isolation.sided import BOTH, CANDIDATE, REQUEST, ROWS, Sided, Writer, opaque
+from semel.sharing.isolation.sided import BOTH, CANDIDATE, REQUEST, ROWS, Sided, Writer
 
 RULES: dict[Any, Callable[..., Any]] = {}
 CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range", "_functional_assert")
@@ -101,7 +101,7 @@ class Walk:
         return fx.map_arg(argument, new)
 
     # ------------------------------------------------------------------------------------------------- the walk
-    def run(self, node: fx.Node) -> Any:
+    def run(self, node: Any) -> Any:
         self.writer.origin = node
         if any(name in str(node.target) for name in CHECKS):
             return None
@@ -130,14 +130,27 @@ class Walk:
                     "add a rule to semel.sharing.isolation") from None
             return self.whole(node, flat)
 
-    def whole(self, node: fx.Node, arguments: Sequence[Sided]) -> Any:
+    def ahead(self, node: fx.Node, later: Container[fx.Node], free: Container[Any]) -> Any:
+        """The value of a node whose turn has not come, if it is made of known ones by ``free`` operators only."""
+        if node not in self.values:
+            if node in later or node.op != "call_function" or node.target not in free:
+                return None
+            for n in node.all_input_nodes:
+                if self.ahead(n, later, free) is None and not isinstance(n.meta.get("val"), SCALARS):
+                    return None
+            origin = self.writer.origin
+            self.values[node] = self.run(node)
+            self.writer.origin = origin
+        return self.values[node]
+
+    def whole(self, node: Any, arguments: Sequence[Sided]) -> Any:
         """The operator as it is: the candidate's, unless all arguments are the request's."""
         side = max((int(a.sides.max()) for a in arguments if a.sides.numel()), default=REQUEST)
         side = CANDIDATE if side == BOTH else side
         made = self.writer.call(node.target, *self.written(node.args), **self.written(node.kwargs))
         return self.results(node, made, side)
 
-    def results(self, node: fx.Node, made: fx.Node, side: int, constant: bool = False) -> Any:
+    def results(self, node: Any, made: fx.Node, side: int, constant: bool = False) -> Any:
         def wrapped(made: fx.Node, value: Tensor) -> Sided:
             sides = torch.full(self.shape(value), side, dtype=torch.int8)
             made.meta.update(sides=sides, share=float(side == REQUEST), flops=made.meta.get("flops") or sides.numel() / ROWS)
@@ -149,7 +162,7 @@ class Walk:
         return [wrapped(self.writer.call(operator.getitem, made, i), v) if isinstance(v, Tensor) else None
                 for i, v in enumerate(value)]
 
-    def constant(self, node: fx.Node, arguments: Sequence[Sided]) -> Any:
+    def constant(self, node: Any, arguments: Sequence[Sided]) -> Any:
         """What depends on parameters and numbers alone."""
         made = self.writer.call(node.target, *self.written(node.args), **self.written(node.kwargs))
         result = self.results(node, made, REQUEST, constant=True)
@@ -228,7 +241,8 @@ def walk(model: ModelGraph, signature: Signature, tensors: Callable[[str], Tenso
             continue
         if node.op != "call_function":
             raise SharingError(f"the graph has a node of kind {node.op} ({node.name}); inline control flow")
-        walker.values[node] = walker.run(node)
+        if node not in walker.values:
+            walker.values[node] = walker.run(node)
     outputs = [walker.values[item] if isinstance(item, fx.Node) else item for item in model.outputs]
     outputs += [walker.values[item] for item in model.mutated]
     results = [item.node if isinstance(item, Sided) else item for item in outputs]
@@ -241,4 +255,4 @@ def walk(model: ModelGraph, signature: Signature, tensors: Callable[[str], Tenso
     return walker, outputs
 
 
-__all__ = ["Piece", "Walk", "opaque", "rule", "walk"]
+__all__ = ["Piece", "Walk", "rule", "walk"]
