@@ -5,7 +5,7 @@
 
 from semel.sharing.errors import SharingError
 from semel.sharing.isolate import IsolatedModel, isolate
-from semel.sharing.package import load
+from semel.sharing.package import LoadedModel, load
 from semel.sharing.shared import RequestState, SharedModel, share
 
-__all__ = ["IsolatedModel", "RequestState", "SharedModel", "SharingError", "isolate", "load", "share"]
+__all__ = ["IsolatedModel", "LoadedModel", "RequestState", "SharedModel", "SharingError", "isolate", "load", "share"]
