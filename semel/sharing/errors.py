@@ -9,3 +9,7 @@ class SharingError(ValueError):
 
 class Unproved(Exception):
     """A rule does not cover this case: the operator is computed for every candidate instead, which is always right."""
+
+
+class MixesRows(Unproved):
+    """An operator in which rows of the batch meet, so that a score would depend on the other candidates."""

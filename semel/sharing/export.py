@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +50,11 @@ class ModelGraph:
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelGraph:
     """Raises SharingError where torch cannot export the model, with torch's reason and the place."""
-    dynamic = pytree.tree_map(lambda leaf: {0: torch.export.Dim.DYNAMIC} if isinstance(leaf, Tensor) else None,
-                              (args, dict(kwargs)))
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))  # one tensor may come twice
+    rows = torch.export.Dim("rows", min=2)
+    dynamic = pytree.tree_map(lambda leaf: {0: rows} if isinstance(leaf, Tensor) else None, (args, kwargs))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, args, dict(kwargs), strict=False,
                                           dynamic_shapes=_by_name(model, args, kwargs, dynamic))
@@ -95,6 +98,17 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
                       program.call_spec.out_spec, mutated, batch.node.expr)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs the graph as far as it came; the error says what a user needs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Any) -> Any:
     from inspect import Parameter, signature
 
@@ -125,6 +139,8 @@ def _reason(error: Exception) -> str:
     advice = ""
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         advice = "; a decision of the model depends on values of its input: replace the branch by torch.where or a mask"
+    if "Constraints violated" in str(error):
+        advice = "; the number of rows decides something in the model: let it do the same for any number of two or more"
     return f"{type(error).__name__}: {first}{advice}" + (f" ({places[-1]})" if places else "")
 
 

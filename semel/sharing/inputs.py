@@ -87,10 +87,16 @@ class Signature:
             if tensor.dtype != item.dtype:
                 raise SharingError(f"{stage} input {item.name!r} has dtype {tensor.dtype}, it must be {item.dtype} as in "
                                    "example_inputs")
+            if tensor.dtype != item.dtype and not (_is_index(tensor.dtype) and _is_index(item.dtype)):
+                raise SharingError(f"{stage} input {item.name!r} has dtype {tensor.dtype}, the example had {item.dtype}")
             if count >= 0 and len(tensor) != count:
                 raise SharingError(f"{stage} input {item.name!r} has {len(tensor)} rows, the inputs before it {count}")
             count = len(tensor)
         return flat, max(count, 0)
+
+
+def _is_index(dtype: torch.dtype) -> bool:
+    return dtype in (torch.int64, torch.int32)
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +107,7 @@ def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             out.update({f"{name}.{key}": item for key, item in flattened(value).items()})
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple)) and all(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value):
             inside = flattened({str(i): item for i, item in enumerate(value)})
             out.update({f"{name}.{key}": item for key, item in inside.items()})
         else:
@@ -154,6 +160,8 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     if len(sizes) > 1:
         rows = ", ".join(f"{item.name} {item.shape[0]}" for item in inputs)
         raise SharingError(f"example inputs have different batch sizes ({rows}); give every input one row a candidate")
+    if min(sizes) < 2:
+        raise SharingError(f"example inputs have {min(sizes)} row; give at least two, so that the batch can be told apart")
     return Signature(tuple(inputs), spec, fixed)
 
 
@@ -162,6 +170,8 @@ def _wanted(request_inputs: Any) -> dict[str, Any]:
         return {request_inputs: None}
     if isinstance(request_inputs, Mapping):
         return {_joined(name): columns for name, columns in request_inputs.items()}
+    if not isinstance(request_inputs, Iterable):
+        raise SharingError(f"request_inputs must be names, or a dict from names to columns, got {request_inputs!r}")
     return {_joined(name): None for name in request_inputs}
 
 
@@ -180,7 +190,10 @@ def _columns(name: str, columns: Any, leaf: Tensor) -> np.ndarray:
         raise SharingError(f"the columns of {name!r} must be a slice or a list of numbers, got {columns!r}")
     if array.size and (array.min() < -width or array.max() >= width):
         raise SharingError(f"the columns of {name!r} run from {array.min()} to {array.max()}; it has {width}")
-    return np.unique(array.astype(np.int64) % width)
+    positions = array.astype(np.int64) % width
+    if len(np.unique(positions)) != len(positions):
+        raise SharingError(f"the columns of {name!r} name one twice: {columns!r}")
+    return positions
 
 
 def _parameter_names(model: nn.Module, bound: inspect.BoundArguments, args: tuple[Any, ...]) -> list[str]:

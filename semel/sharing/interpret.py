@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from semel.sharing.axes import BATCH, Axis, Block, Group
 from semel.sharing.cost import row_flops
 from semel.sharing.emission import Emitter, Stage, aten
-from semel.sharing.errors import SharingError, Unproved
+from semel.sharing.errors import MixesRows, SharingError, Unproved
 from semel.sharing.export import ModelGraph, place
 from semel.sharing.expression import Expression, Factor
 from semel.sharing.inputs import Signature
@@ -58,6 +58,7 @@ class Rewriter:
     """Why an operator with request-side arguments is computed for every candidate."""
     bounds: dict[fx.Node, Any] = field(default_factory=dict)
     """Of masks, by node (``masks``)."""
+    training: bool = False
 
     def dtype(self, node: fx.Node) -> torch.dtype:
         return node.meta["val"].dtype
@@ -84,7 +85,8 @@ class Rewriter:
         if folded is not None:
             return folded
         tags = getattr(node.target, "tags", ())
-        alike = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        random = torch.Tag.nondeterministic_seeded in tags
+        alike = torch.Tag.pointwise in tags and not random
         function = RULES.get(node.target) or (pointwise if alike else None)
         flat = [a for a in _flat((args, kwargs)) if isinstance(a, (Value, Opaque, list))]
         try:
@@ -97,7 +99,14 @@ class Rewriter:
             except TypeError as error:
                 raise Unproved(f"an argument the rule does not take ({error})") from error
             return function(self, node, *args, **kwargs)
+        except MixesRows as reason:
+            raise SharingError(f"{node.name} ({node.target}) mixes the rows of a batch ({reason}), so that a score "
+                               f"depends on the other candidates; compute it a row, or outside the model{_at(node)}"
+                               ) from None
         except Unproved as reason:
+            if random and not self.training:
+                raise SharingError(f"{node.name} ({node.target}) draws random numbers; call eval(), or draw them "
+                                   f"outside the model{_at(node)}") from None
             if any((isinstance(a, Value) and a.batched and a.stage == Stage.REQUEST) or
                    (isinstance(a, Value) and a.mixed) for a in flat):
                 self.unshared[node] = str(reason)
@@ -198,6 +207,11 @@ def compact(emit: Emitter, node: fx.Node, sizes: Sequence[int], lead: int = 0) -
     return node, [(Axis(size),) if size != 1 else () for size in sizes]
 
 
+def _at(node: fx.Node) -> str:
+    where = place(node)
+    return f" ({where})" if where else ""
+
+
 def _flat(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [item for inside in value for item in _flat(inside)]
@@ -214,12 +228,12 @@ def pointwise(rewriter: Rewriter, node: fx.Node, *args: Any, **kwargs: Any) -> V
 
 
 def interpret(model: ModelGraph, signature: Signature, tensors: Callable[[str], Tensor],
-              candidates: int) -> tuple[Rewriter, list[Any]]:
+              candidates: int, training: bool = False) -> tuple[Rewriter, list[Any]]:
     """The values of the model's outputs (materialized for every candidate). ``tensors``: a parameter by its name;
     ``candidates``: how many a request is expected to have."""
     import semel.sharing.rules  # noqa: F401  registers them
 
-    rewriter = Rewriter(model, Emitter(candidates))
+    rewriter = Rewriter(model, Emitter(candidates), training=training)
     emit = rewriter.emit
     inputs = iter(signature.inputs)
     for node in model.graph.nodes:

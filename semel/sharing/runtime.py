@@ -206,7 +206,10 @@ def check_offsets(candidate_offsets: Any, requests: int, candidates: int) -> Ten
         if requests != 1:
             raise SharingError(f"{requests} requests need candidate_offsets [{requests + 1}]")
         return torch.tensor([0, candidates])
-    offsets = torch.as_tensor(candidate_offsets)
+    try:
+        offsets = torch.as_tensor(candidate_offsets)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SharingError(f"candidate_offsets must be a vector of integers, got {candidate_offsets!r}") from error
     if offsets.dtype.is_floating_point or offsets.dtype == torch.bool or offsets.dim() != 1:
         raise SharingError(f"candidate_offsets must be a vector of integers, got {offsets.dtype} {list(offsets.shape)}")
     offsets = offsets.cpu().to(torch.int64)

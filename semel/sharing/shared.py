@@ -129,7 +129,8 @@ class SharedModel(Scoring, _Bank):
         if self.training not in self._forms:
             self.original.train(self.training)
             args, kwargs = self._example
-            form = _Form(export(self.original, args, kwargs), self.signature, self._tensor, self.candidates)
+            form = _Form(export(self.original, args, kwargs), self.signature, self._tensor, self.candidates,
+                         self.training)
             if self._compile_options is not None:
                 form.compile(self._compile_options)
             self._forms[self.training] = form
@@ -175,7 +176,7 @@ class SharedModel(Scoring, _Bank):
         for many in (False, True):
             requests = _SEVERAL if many else 1
             for size in sorted(set(sizes)):
-                if many and size * requests > 2 * max(sizes):
+                if many and size * requests > max(sizes):
                     continue
                 for what, ways in self._ways(requests, size).items():
                     seconds = timed(ways)
@@ -280,9 +281,10 @@ def _place(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None
 class _Form(Form):
     """One graph (train or eval) of a model."""
 
-    def __init__(self, model: ModelGraph, signature: Signature, tensors: Any, candidates: int) -> None:
+    def __init__(self, model: ModelGraph, signature: Signature, tensors: Any, candidates: int,
+                 training: bool) -> None:
         self.model = model
-        self.rewriter, results = interpret(model, signature, tensors, candidates)
+        self.rewriter, results = interpret(model, signature, tensors, candidates, training)
         self.updated = tuple(model.mutated.values())
         results += [updated(self.rewriter, node) for node in model.mutated]
         self.programs = {single: lower(self.rewriter.emit, results, single) for single in (True, False)}
@@ -369,6 +371,8 @@ def share(model: nn.Module, example_inputs: Any, request_inputs: Iterable[str] |
     arguments), at least two rows. ``request_inputs``: names of those that are the same for all candidates of a request,
     or name -> columns. ``candidates_hint``: how many candidates a request is expected to have. Raises SharingError.
     """
+    if not isinstance(model, nn.Module):
+        raise SharingError(f"share takes a torch.nn.Module, got {type(model).__name__}")
     if mode != "exact":
         raise SharingError(f"mode {mode!r} is none of exact; for a model that never mixes the sides see semel.isolate")
     if isinstance(example_inputs, Mapping):

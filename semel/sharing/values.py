@@ -16,7 +16,7 @@ from torch import fx
 
 from semel.sharing.axes import BATCH, Axis, Block, Group, size_of, split
 from semel.sharing.emission import Emitter, Stage, aten
-from semel.sharing.errors import Unproved
+from semel.sharing.errors import MixesRows, Unproved
 from semel.sharing.expression import Expression, Factor, full, ordered_factor
 
 Key = frozenset[tuple[Axis, int]]
@@ -278,7 +278,7 @@ def take(emit: Emitter, value: Value, dim: int, positions: np.ndarray) -> Value:
     if len(positions) == total and (positions == np.arange(total)).all():
         return value
     if BATCH in group:
-        raise Unproved("it selects rows of the batch")
+        raise MixesRows("it selects rows of the batch")
     if not group:
         raise Unproved("it selects from an axis of size one")
     if len(positions) == 1:
@@ -343,7 +343,7 @@ def select(emit: Emitter, value: Value, dim: int, position: int) -> Value:
     """One position of a logical axis, which goes."""
     group = value.groups[dim]
     if BATCH in group:
-        raise Unproved("it selects a row of the batch")
+        raise MixesRows("it selects a row of the batch")
     rest = [*value.groups[:dim], *value.groups[dim + 1 :]]
     if not group:
         return value.with_groups(rest)
@@ -573,7 +573,7 @@ def summed(emit: Emitter, value: Value, dims: Sequence[int], keep: bool) -> Valu
     """The sum over logical axes."""
     gone = [axis for dim in dims for axis in value.groups[dim]]
     if BATCH in gone:
-        raise Unproved("it sums over the batch")
+        raise MixesRows("it sums over the batch")
     parts: dict[Key, Expression] = {}
     for key, part in value.parts.items():
         rest = frozenset(pair for pair in key if pair[0] not in gone)
@@ -600,7 +600,7 @@ def contract(emit: Emitter, first: Value, second: Value, over: Sequence[tuple[in
         first, second = unify(emit, first, i, second, j)
     gone = [axis for i, _ in over for axis in first.groups[i]]
     if BATCH in gone:
-        raise Unproved("a product that sums over the batch")
+        raise MixesRows("a product that sums over the batch")
     left = [i for i, _ in over]
     paired = {a: b for a, b in together}
     used = [j for _, j in (*over, *together)]
@@ -608,7 +608,7 @@ def contract(emit: Emitter, first: Value, second: Value, over: Sequence[tuple[in
               for dim, group in enumerate(first.groups) if dim not in left]
     groups += [group for dim, group in enumerate(second.groups) if dim not in used]
     if sum(BATCH in group for group in groups) > 1:
-        raise Unproved("a product across the batch")
+        raise MixesRows("a product across the batch")
     axes = [axis for group in groups for axis in group]
     parts: dict[Key, Expression] = {}
     for key, (a, b) in joint([first, second]):
@@ -639,7 +639,7 @@ def cat(emit: Emitter, values: Sequence[Value], dim: int, dtype: torch.dtype) ->
     for value in values:
         group = value.groups[dim]
         if BATCH in group:
-            raise Unproved("it puts rows of the batch together")
+            raise MixesRows("it puts rows of the batch together")
         axis = group[0] if group else None
         if axis is not None and axis.blocks:
             for number, block in enumerate(axis.blocks):

@@ -9,7 +9,7 @@ from torch import fx
 
 from semel.sharing.axes import BATCH, size_of
 from semel.sharing.emission import Stage, aten
-from semel.sharing.errors import Unproved
+from semel.sharing.errors import MixesRows, Unproved
 from semel.sharing.expression import Expression, Factor, full, ordered_factor
 from semel.sharing.interpret import Opaque, Rewriter, rule
 from semel.sharing.values import Key, Value, add, inner, materialize, multiply
@@ -21,7 +21,7 @@ def layer_norm(w: Rewriter, node: fx.Node, x: Value, shape: Any, weight: Value |
     dims = list(range(len(x.groups) - len(shape), len(x.groups)))
     axes = [axis for d in dims for axis in x.groups[d]]
     if BATCH in axes:
-        raise Unproved("it normalises over the batch")
+        raise MixesRows("it normalises over the batch")
     if any(axis.blocks for axis in axes) or _open(x):
         return _from_sums(w, node, x, dims, weight, bias, eps)
     flat = [size_of(axes)]

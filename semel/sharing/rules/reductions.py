@@ -10,8 +10,7 @@ from torch import fx
 
 from semel.sharing.axes import BATCH, Axis, Group, size_of
 from semel.sharing.emission import Stage, aten
-from semel.sharing.errors import SharingError, Unproved
-from semel.sharing.export import place
+from semel.sharing.errors import MixesRows, Unproved
 from semel.sharing.expression import Expression, Factor, Term, full, ordered_factor, take
 from semel.sharing.interpret import Rewriter, rule
 from semel.sharing.values import Key, Value, fused, inner, mapped, summed
@@ -21,7 +20,7 @@ def _dims(a: Value, dim: Any) -> list[int]:
     if not a.groups:
         raise Unproved("a scalar")
     if dim is None or dim == []:
-        raise Unproved("it reduces over the batch")
+        raise MixesRows("it reduces over the batch")
     return sorted(d % len(a.groups) for d in ([dim] if isinstance(dim, int) else dim))
 
 
@@ -39,7 +38,7 @@ def mean(w: Rewriter, node: fx.Node, a: Value, dim: Any, keepdim: bool = False, 
     if dtype is not None and dtype != a.dtype:
         raise Unproved("it changes the dtype")
     if any(BATCH in a.groups[d] for d in dims):
-        raise Unproved("it averages over the batch")
+        raise MixesRows("it averages over the batch")
     count = size_of(axis for d in dims for axis in a.groups[d])
     return mapped(summed(w.emit, a, dims, keepdim), lambda part: part.scaled(w.emit, 1.0 / count))
 
@@ -49,8 +48,7 @@ def along(w: Rewriter, node: fx.Node | None, a: Value, dims: list[int], keep: bo
     """``call(tensor, dim)`` with the logical axes ``dims`` as the last axis. ``shape``: the result keeps that axis."""
     gone = [axis for d in dims for axis in a.groups[d]]
     if BATCH in gone:
-        raise SharingError(f"{node.name} works along the rows of a batch, so that a score depends on the other candidates "
-                           f"({place(node)}); do it outside the model")
+        raise MixesRows("it works along the batch")
     a = fused(w.emit, a, gone)
     gone = [axis for d in dims for axis in a.groups[d]]
     rest = [axis for axis in a.axes if axis not in gone]

@@ -9,7 +9,7 @@ from torch import fx
 
 from semel.sharing.axes import size_of
 from semel.sharing.emission import aten
-from semel.sharing.errors import Unproved
+from semel.sharing.errors import MixesRows, Unproved
 from semel.sharing.interpret import Rewriter, rule
 from semel.sharing.rules.pointwise import cast
 from semel.sharing.values import BATCH, Value, cat, merged, regroup, select, take
@@ -101,7 +101,7 @@ def slice_(w: Rewriter, node: fx.Node, a: Value, dim: int = 0, start: Any = None
     if isinstance(start, fx.Node) or isinstance(end, fx.Node) or BATCH in group:
         if start in (None, 0) and step == 1 and w.shape(node)[dim] == (size_of(x for x in group if x is not BATCH), True):
             return a
-        raise Unproved("it selects rows of the batch")
+        raise MixesRows("it selects rows of the batch")
     size = size_of(group)
     positions = np.arange(size)[slice(start, size if end is None or end >= END else end, step)]
     return take(w.emit, a, dim, positions)
@@ -120,7 +120,7 @@ def select_(w: Rewriter, node: fx.Node, a: Value, dim: int, index: Any) -> Value
 def unbind(w: Rewriter, node: fx.Node, a: Value, dim: int = 0) -> list[Value]:
     dim %= len(a.groups)
     if BATCH in a.groups[dim]:
-        raise Unproved("it takes the batch apart")
+        raise MixesRows("it takes the batch apart")
     return [select(w.emit, a, dim, i) for i in range(size_of(a.groups[dim]))]
 
 
@@ -128,7 +128,7 @@ def unbind(w: Rewriter, node: fx.Node, a: Value, dim: int = 0) -> list[Value]:
 def split_(w: Rewriter, node: fx.Node, a: Value, sizes: Any, dim: int = 0) -> list[Value]:
     dim %= len(a.groups)
     if BATCH in a.groups[dim]:
-        raise Unproved("it takes the batch apart")
+        raise MixesRows("it takes the batch apart")
     out, start = [], 0
     for result in node.meta["val"]:
         size = w.model.shape(result)[dim][0]
