@@ -186,7 +186,7 @@ def explain(shared: SharedModel) -> Explanation:
     """The costs of ``shared`` in its present mode (train or eval)."""
     form = shared._form()
     rewriter, model = form.rewriter, form.model
-    now, constant = emitted_costs(rewriter.emit, form.outputs, shared)
+    now, constant = emitted_costs(rewriter.emit, form.results, shared)
     found = []
     for node in model.graph.nodes:
         if node.op != "call_function" or not _tensor(node):

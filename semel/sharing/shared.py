@@ -279,15 +279,15 @@ def _place(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None
 
 
 class _Form(Form):
-    """One graph (train or eval) of a model."""
+    """One graph (train or eval) of a model. ``results``: what it returns, and the buffers it updates, as nodes."""
 
     def __init__(self, model: ModelGraph, signature: Signature, tensors: Any, candidates: int,
                  training: bool) -> None:
         self.model = model
-        self.rewriter, results = interpret(model, signature, tensors, candidates, training)
+        self.rewriter, self.results = interpret(model, signature, tensors, candidates, training)
         self.updated = tuple(model.mutated.values())
-        results += [updated(self.rewriter, node) for node in model.mutated]
-        self.programs = {single: lower(self.rewriter.emit, results, single) for single in (True, False)}
+        self.results += [updated(self.rewriter, node) for node in model.mutated]
+        self.programs = {single: lower(self.rewriter.emit, self.results, single) for single in (True, False)}
         self.outputs = [_described(model, item) for item in model.outputs]
         self.out_spec = model.out_spec
         self.runs_empty = not self.updated  # statistics of no row are none

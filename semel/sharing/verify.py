@@ -100,7 +100,7 @@ def verify(shared: SharedModel, gradients: bool = True, seed: int = 0, example_i
 def computed(shared: SharedModel, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor],
              offsets: Sequence[int], way: str = SHARED) -> Any:
     """The output by one way, whatever the timings say."""
-    return shared._scored(shared._request(request, len(offsets) - 1), candidate, torch.tensor(offsets), way)
+    return shared._score(shared._request(request, len(offsets) - 1), candidate, torch.tensor(offsets), way)
 
 
 @contextmanager
