@@ -184,6 +184,9 @@ class Expression:
                     if joined is not None:
                         return joined
             return self._both(emit, other, out, dtype)
+        for scalar in (self, other):  # a number a row (the first cross network): its terms would multiply for nothing
+            if not scalar.axes and len(scalar.terms) > 1:
+                scalar.leaf(emit)
         if len(self.terms) * len(other.terms) > MOST_TERMS:
             self.leaf(emit) if len(self.terms) > len(other.terms) else other.leaf(emit)
         terms = []

@@ -56,7 +56,7 @@ def test_a_wrong_weight_is_found_with_its_place() -> None:
                 if node.target is torch.ops.aten.relu.default:
                     node.target = torch.ops.aten.sigmoid.default
             program.module.recompile()
-    with pytest.raises(SharingError, match=r"Ranker is not the model: outputs .shared., 1 request.*\['click'\]\[\d, 0\]"):
+    with pytest.raises(SharingError, match=r"Ranker is not the model: outputs .shared., 1 req.*\['click'\]\[\d, 0\]"):
         shared.verify()
 
 
