@@ -167,8 +167,8 @@ class Scoring:
             return self._each(state, candidate, offsets)
         form = self._form()
         device = next(iter(candidate.values())).device
-        if not int(offsets[-1]) and not form.runs_empty:
-            return form.empty(device)
+        if not int(offsets[-1]):
+            return form.empty(device)  # what splits the batch into parts of its own size cannot run on none
         given = {f"{Stage.CANDIDATE}:{name}": tensor for name, tensor in candidate.items()}
         given.update({f"{Stage.REQUEST}:{name}": tensor for name, tensor in state.inputs.items()})
         given.update(layout(offsets, device))
