@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -182,7 +182,6 @@ def grammars(draw: st.DrawFn, most: int) -> tuple[list[int], list[str], bool]:
 def holds(spec: tuple[list[int], list[str], bool], counts: list[int], chosen: int) -> None:
     """Both promises, of the model of ``spec`` and requests that have ``counts`` candidates."""
     order, layers, head = spec
-    note(f"Grammar({order}, {layers}, {head}), counts {counts}")
     torch.manual_seed(0)
     model = Grammar(order, layers, head).eval()
     fields = [order.count(0), order.count(1)]
