@@ -116,9 +116,9 @@ def test_attention(model: Any) -> None:
 
 
 def test_a_row_that_sees_nothing_is_nan_in_both() -> None:
-    shared = check(all_masked, USER, ITEM)
-    got = shared({"user": USER[:1]}, {"item": ITEM})
-    assert bool(got.isnan().all())
+    shared = shared_form(all_masked, USER, ITEM)
+    assert bool(shared.original(spread(USER, (0, 3, 3, 7)), ITEM).isnan().all())
+    assert bool(shared({"user": USER[:1]}, {"item": ITEM}).isnan().all())
 
 
 def test_target_attention_splits_its_first_layer() -> None:
@@ -214,6 +214,15 @@ def recurrent(w: Any, user: Tensor, item: Tensor) -> Tensor:
     return (w.rnn(user)[0][:, -1] * item[:, 0]).sum(1)
 
 
+def recurrent_with_time_first(w: Any, user: Tensor, item: Tensor) -> Tensor:
+    out, (hidden, _) = w.rnn(user.transpose(0, 1))
+    return ((out[-1] + hidden[-1]) * item[:, 0]).sum(1)
+
+
+def recurrent_over_both(w: Any, user: Tensor, item: Tensor) -> Tensor:
+    return w.rnn(joined(user, item))[0][:, -1]
+
+
 def pooled(w: Any, user: Tensor, item: Tensor) -> Tensor:
     mask = (user[:, :, :1] > 0).to(user.dtype)
     mean = (user * mask).sum(1) / (mask.sum(1) + 1e-8)
@@ -252,7 +261,8 @@ def outer_products(w: Any, user: Tensor, item: Tensor) -> Tensor:
 
 OTHERS: dict[Any, dict[str, Any]] = {
     convolution: {"conv": nn.Conv1d(4, 4, 3)}, convolution_over_both: {"conv": nn.Conv1d(4, 4, 3, padding=1)},
-    recurrent: {"rnn": nn.GRU(4, 4, batch_first=True)}, pooled: {}, softmax_over_both: {"score": normal(4, seed=5)},
+    recurrent: {"rnn": nn.GRU(4, 4, batch_first=True)}, recurrent_with_time_first: {"rnn": nn.LSTM(4, 4, 2)},
+    recurrent_over_both: {"rnn": nn.GRU(4, 4, batch_first=True)}, pooled: {}, softmax_over_both: {"score": normal(4, seed=5)},
     statistics: {}, arithmetic: {}, scaled_fields: {"layer": nn.Linear(32, 3), "squeeze": nn.Linear(8, 8)},
     outer_products: {"conv": nn.Conv1d(64, 5, 1)}}
 
@@ -262,7 +272,7 @@ def test_other_operators(model: Any) -> None:
     check(model, USER, ITEM, **OTHERS[model])
 
 
-@pytest.mark.parametrize("model", [convolution, recurrent], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("model", [convolution, recurrent, recurrent_with_time_first], ids=lambda m: m.__name__)
 def test_what_is_the_requests_runs_once_a_request(model: Any) -> None:
     request, candidate, before = costs(shared_form(model, USER, ITEM, **OTHERS[model]))
     assert candidate <= 20 and before > 20 * candidate and request > 0.8 * before

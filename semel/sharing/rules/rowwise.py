@@ -45,14 +45,20 @@ def _first(batch: int, *args: Any, **kwargs: Any) -> bool:
     return batch == 0
 
 
-def _recurrent(batch: int, x: Value, *args: Any, **kwargs: Any) -> bool:
-    """gru, lstm: (input, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first)."""
-    return batch == (0 if args[-1] else 1)
-
-
 def _other_axis(batch: int, x: Value, *args: Any, **kwargs: Any) -> bool:
     dims = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
     return bool(dims) and all(d % len(x.groups) != batch for d in dims[-1:])
+
+
+def recurrent(w: Rewriter, node: fx.Node, x: Value, states: Any, *args: Any) -> Any:
+    """(input, states, parameters, biases, layers, dropout, train, bidirectional, batch_first); the rows of the states
+    lie along their second axis, whatever the last of these says."""
+    first = _flat([states])
+    if _batch_axis(x) != (0 if args[-1] else 1) or any(v.batched and _batch_axis(v) != 1 for v in first):
+        raise Unproved("it may look across rows")
+    if max(v.stage for v in (x, *first)) != Stage.REQUEST:
+        raise Unproved("it has candidate-side arguments")
+    return w.whole(node, Stage.REQUEST)
 
 
 whole_first = _whole(_first)
@@ -60,7 +66,8 @@ for target in (aten.conv2d.default, aten.convolution.default, aten.max_pool1d.de
                aten.max_pool2d.default, aten.avg_pool1d.default, aten.avg_pool2d.default, aten.group_norm.default,
                aten.adaptive_avg_pool1d.default):
     RULES.setdefault(target, whole_first)
-RULES.setdefault(aten.gru.input, _whole(_recurrent))
+for target in (aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input):
+    RULES.setdefault(target, recurrent)
 for target in (aten.gather.default,):
     RULES.setdefault(target, _whole(lambda batch, x, dim, *rest, **kw: batch != dim % len(x.groups)))
 for target in (aten.sort.default, aten.argsort.default, aten.flip.default):
