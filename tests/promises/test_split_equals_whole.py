@@ -1,8 +1,8 @@
 """Promises 3 and 4 on models drawn from a grammar: the shared form is the model, and no candidate knows another.
 
 A model is two sides' fields, joined in any order, and a list of layers, each of which maps fields ``[B, F, D]`` to
-fields: linear layers over fields or widths, norms, crosses, attention, gates, pairs folded back. Outputs and gradients of
-the shared form are compared with the model's own in float64, for several requests with candidates of any number.
+fields: linear layers over fields or widths, norms, crosses, attention, gates, pairs folded back. Outputs and gradients
+of the shared form are compared with the model's own in float64, for several requests with candidates of any number.
 """
 
 from __future__ import annotations

@@ -262,7 +262,8 @@ def outer_products(w: Any, user: Tensor, item: Tensor) -> Tensor:
 OTHERS: dict[Any, dict[str, Any]] = {
     convolution: {"conv": nn.Conv1d(4, 4, 3)}, convolution_over_both: {"conv": nn.Conv1d(4, 4, 3, padding=1)},
     recurrent: {"rnn": nn.GRU(4, 4, batch_first=True)}, recurrent_with_time_first: {"rnn": nn.LSTM(4, 4, 2)},
-    recurrent_over_both: {"rnn": nn.GRU(4, 4, batch_first=True)}, pooled: {}, softmax_over_both: {"score": normal(4, seed=5)},
+    recurrent_over_both: {"rnn": nn.GRU(4, 4, batch_first=True)}, pooled: {},
+    softmax_over_both: {"score": normal(4, seed=5)},
     statistics: {}, arithmetic: {}, scaled_fields: {"layer": nn.Linear(32, 3), "squeeze": nn.Linear(8, 8)},
     outer_products: {"conv": nn.Conv1d(64, 5, 1)}}
 

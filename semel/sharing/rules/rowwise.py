@@ -1,4 +1,4 @@
-"""Operators that treat each row of the batch alone but are not taken apart: once a request where all is the request's."""
+"""Operators that treat each row alone but are not taken apart: once a request where all of it is the request's."""
 
 from __future__ import annotations
 
