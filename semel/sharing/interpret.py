@@ -176,8 +176,17 @@ class Rewriter:
         value = node.meta["val"]
         if isinstance(value, Tensor):
             return self.wrapped(made, value, node)
-        return [self.wrapped(self.emit.call(operator.getitem, made, i), v, node) if isinstance(v, Tensor) else None
-                for i, v in enumerate(value)]
+        return [self.item(made, i, v, node) if isinstance(v, Tensor) else None for i, v in enumerate(value)]
+
+    def item(self, made: fx.Node, index: int, value: Tensor, node: fx.Node) -> Value | Opaque | None:
+        """One of several results, if the graph uses it."""
+        users = [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
+        if not users:
+            return None
+        one = self.emit.call(operator.getitem, made, index)
+        if all(user in self.model.mutated for user in users):
+            return Opaque(one)  # only a buffer's next value, which may well look across rows
+        return self.wrapped(one, value, node)
 
     def wrapped(self, made: fx.Node, value: Tensor, node: fx.Node) -> Value | Opaque:
         shape = self.model.shape(value)
