@@ -2,7 +2,8 @@
 
 A ranker that reads ``x[:, 0]`` or ``x[:, -1]`` of its last layer has computed that layer for every token. Here the
 slice goes up through whatever treats its axis row by row: pointwise operators, linear layers, norms over other axes,
-softmax along other axes, rows of a product of matrices, queries of attention. From graph to graph, before sides are known.
+softmax along other axes, rows of a product of matrices, queries of attention. From graph to graph, before sides are
+known.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ RULES: dict[Any, Rule] = {}
 
 def push_slices(graph: fx.Graph) -> None:
     """In place. Nodes that are made carry ``meta`` as the exporter's do: ``val``, and the place in the source."""
+    for node in graph.nodes:
+        if node.target is aten.slice.Tensor and _is_whole(*node.args):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     for node in graph.nodes:        # selecting is slicing and dropping an axis of size one
         if node.target is aten.select.int and isinstance(node.args[2], int):
             _select_as_slice(graph, node)
@@ -30,6 +35,11 @@ def push_slices(graph: fx.Graph) -> None:
             if wanted is not None:
                 _push(graph, node, wanted)
     graph.eliminate_dead_code()
+
+
+def _is_whole(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> bool:
+    """``x[:]``, which the exporter writes for every leading axis of an index."""
+    return start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62))
 
 
 class _Slice:
@@ -68,15 +78,15 @@ def _mode(node: fx.Node) -> Any:
 
 
 def _select_as_slice(graph: fx.Graph, node: fx.Node) -> None:
-    source: Any = node.args[0]
-    dim, index = node.args[1], node.args[2]
+    given: Any = node.args
+    source, dim, index = given
     if not isinstance(source.meta.get("val"), Tensor) or source.op == "placeholder":
         return
     size = source.meta["val"].shape[dim]
-    dim %= source.meta["val"].dim()     # type: ignore[operator]
+    dim %= source.meta["val"].dim()
     if not isinstance(size, int) or size == 1:
         return
-    index %= size                       # type: ignore[operator]
+    index %= size
     here = _Slice(graph, node, dim, index, index + 1)
     node.replace_all_uses_with(here.call(aten.squeeze.dim, here.of(source, dim), dim))
     graph.erase_node(node)
@@ -86,8 +96,9 @@ def _range(user: fx.Node) -> tuple[int, int, int] | None:
     """(dim, start, end) of a slice along an axis that is not the batch."""
     source: Any = user.args[0]
     shape = source.meta["val"].shape
-    dim, start, end, step = (*user.args[1:], *(0, None, None, 1)[len(user.args) - 1 :])
-    dim %= len(shape)                   # type: ignore[operator]
+    given: tuple[Any, ...] = (*user.args[1:], *(0, None, None, 1)[len(user.args) - 1 :])
+    dim, start, end, step = given
+    dim %= len(shape)
     size = shape[dim]
     if step != 1 or not isinstance(size, int) or any(isinstance(a, fx.Node) for a in (start, end)):
         return None
@@ -137,7 +148,9 @@ def pointwise(s: _Slice, node: fx.Node) -> fx.Node | None:
 
 @_rule(aten.dropout.default)
 def dropout(s: _Slice, node: fx.Node) -> fx.Node | None:
-    return s.again(s.of(node.args[0], s.dim), *node.args[1:]) if not node.args[2] else None    # in training: other draws
+    if node.args[2]:        # in training it would draw other numbers
+        return None
+    return s.again(s.of(node.args[0], s.dim), *node.args[1:])
 
 
 @_rule(aten.linear.default)
@@ -148,20 +161,25 @@ def linear(s: _Slice, node: fx.Node) -> fx.Node | None:
 @_rule(aten.layer_norm.default)
 def layer_norm(s: _Slice, node: fx.Node) -> fx.Node | None:
     fixed: Any = node.args[1]
-    return s.again(s.of(node.args[0], s.dim), *node.args[1:]) if s.dim < node.meta["val"].dim() - len(fixed) else None
+    if s.dim >= node.meta["val"].dim() - len(fixed):
+        return None
+    return s.again(s.of(node.args[0], s.dim), *node.args[1:])
 
 
 @_rule(aten.softmax.int, aten._softmax.default)
 def softmax(s: _Slice, node: fx.Node) -> fx.Node | None:
     along: Any = node.args[1]
-    return s.again(s.of(node.args[0], s.dim), *node.args[1:]) if along % node.meta["val"].dim() != s.dim else None
+    if along % node.meta["val"].dim() == s.dim:
+        return None
+    return s.again(s.of(node.args[0], s.dim), *node.args[1:])
 
 
 @_rule(aten.matmul.default, aten.bmm.default)
 def product(s: _Slice, node: fx.Node) -> fx.Node | None:
-    x, y = node.args
+    pair: Any = node.args
+    x, y = pair
     rank = node.meta["val"].dim()
-    if any(a.meta["val"].dim() != rank for a in (x, y)):    # type: ignore[union-attr]
+    if any(a.meta["val"].dim() != rank for a in (x, y)):
         return None
     if s.dim == rank - 2:
         return s.again(s.of(x, s.dim), y)
@@ -173,20 +191,21 @@ def attention(s: _Slice, node: fx.Node) -> fx.Node | None:
     """Queries that nobody reads are not asked. A causal mask is written out: its rows have lost their places."""
     if s.dim != node.meta["val"].dim() - 2:
         return None
-    q, k, v, mask, p, causal = (*node.args, *(None, None, None, None, 0.0, False)[len(node.args) :])
+    given: tuple[Any, ...] = (*node.args, *(None, None, None, None, 0.0, False)[len(node.args) :])
+    q, k, v, mask, p, causal = given
     named = dict(node.kwargs)
     mask, p, causal = named.pop("attn_mask", mask), named.pop("dropout_p", p), named.pop("is_causal", causal)
     if p or (causal and mask is not None):
         return None
     if causal:
-        rows, columns = q.meta["val"].shape[-2], k.meta["val"].shape[-2]    # type: ignore[union-attr]
+        rows, columns = q.meta["val"].shape[-2], k.meta["val"].shape[-2]
         if not isinstance(columns, int):
             return None
-        ones = s.call(aten.ones.default, [rows, columns], dtype=torch.bool, device=q.meta["val"].device)    # type: ignore
+        ones = s.call(aten.ones.default, [rows, columns], dtype=torch.bool, device=q.meta["val"].device)
         tril = s.call(aten.tril.default, ones)
         mask = s.call(aten.slice.Tensor, tril, 0, s.start, s.end)
     elif mask is not None:
-        mask = s.of(mask, mask.meta["val"].dim() - 2)       # type: ignore[union-attr]
+        mask = s.of(mask, mask.meta["val"].dim() - 2)
     return s.call(node.target, s.of(q, s.dim), k, v, mask, 0.0, False, **named)
 
 
@@ -198,14 +217,15 @@ def permute(s: _Slice, node: fx.Node) -> fx.Node | None:
 
 @_rule(aten.transpose.int)
 def transpose(s: _Slice, node: fx.Node) -> fx.Node | None:
-    rank = node.meta["val"].dim()
-    a, b = (d % rank for d in node.args[1:])                # type: ignore[operator]
+    dims: Any = node.args[1:]
+    a, b = (dim % node.meta["val"].dim() for dim in dims)
     return s.again(s.of(node.args[0], {a: b, b: a}.get(s.dim, s.dim)), a, b)
 
 
 @_rule(aten.unsqueeze.default)
 def unsqueeze(s: _Slice, node: fx.Node) -> fx.Node | None:
-    new = node.args[1] % node.meta["val"].dim()             # type: ignore[operator]
+    given: Any = node.args[1]
+    new = given % node.meta["val"].dim()
     return s.again(s.of(node.args[0], s.dim - (s.dim > new)), new)
 
 
@@ -214,20 +234,22 @@ def view(s: _Slice, node: fx.Node) -> fx.Node | None:
     """Where the same axis, with the same axes before it, is there before the view."""
     source: Any = node.args[0]
     before, after = source.meta["val"].shape, node.meta["val"].shape
-    if s.dim >= len(before) or [str(size) for size in before[: s.dim + 1]] != [str(size) for size in after[: s.dim + 1]]:
+    sizes, wanted = ([str(size) for size in shape[: s.dim + 1]] for shape in (before, after))
+    if s.dim >= len(before) or sizes != wanted:
         return None
-    shape: list[Any] = list(node.args[1])                   # type: ignore[arg-type]
+    given: Any = node.args[1]
+    shape = list(given)
     shape[s.dim] = s.end - s.start
     return s.call(aten.reshape.default, s.of(source, s.dim), shape)
 
 
 @_rule(aten.cat.default)
 def cat(s: _Slice, node: fx.Node) -> fx.Node | None:
-    pieces: Any = node.args[0]
-    dim = (node.args[1] if len(node.args) > 1 else 0) % node.meta["val"].dim()      # type: ignore[operator]
+    given: tuple[Any, ...] = (*node.args, 0)
+    pieces, dim = given[0], given[1] % node.meta["val"].dim()
     if dim != s.dim:
         return s.again([s.of(piece, s.dim) for piece in pieces], dim)
-    start = 0
+    start: int = 0
     for piece in pieces:        # inside one piece: the others are not wanted
         size = piece.meta["val"].shape[dim]
         if not isinstance(size, int):

@@ -196,7 +196,6 @@ def fused(emit: Emitter, value: Value, axes: Sequence[Axis] | None = None) -> Va
 def coalesced(emit: Emitter, value: Value) -> Value:
     """Blocks of a mixed axis that are all the candidate's, and hold nothing of the request's open, as one block."""
     for axis in value.mixed:
-        at = value.axes.index(axis)
         late = [n for n in range(len(axis.blocks)) if all(
             part.stage == Stage.CANDIDATE and not any(f.stage == Stage.REQUEST for t in part.terms for f in t.factors)
             for key, part in value.parts.items() if (axis, n) in key)]
@@ -215,7 +214,11 @@ def coalesced(emit: Emitter, value: Value) -> Value:
             if number in place:
                 parts[outer | {(new, place[number])}] = part
             elif number == late[0]:
-                before, after = inner(value.axes[:at], key), inner(value.axes[at + 1 :], key)
+                lies, mine = part.leaf(emit).axes, axis.blocks[number].axes  # where it lies in memory
+                cut = lies.index(mine[0]) if mine and mine[0] in lies else len(lies)
+                others = inner([a for a in value.axes if a is not axis], key)
+                before = tuple(a for a in lies[:cut] if a in others)
+                after = tuple(dict.fromkeys(a for a in (*lies[cut:], *others) if a in others and a not in before))
                 items = [(axis.blocks[n].positions, axis.blocks[n].axes, [value.parts[outer | {(axis, n)}]])
                          for n in late]
                 (joined,) = _joined(emit, [Stage.CANDIDATE], items, [(before, after)], value.dtype)[2]
