@@ -27,8 +27,7 @@ _HOME = {
 
 __all__ = [
     "Client", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "Pointers", "Predictor", "Projection",
-    "RequestBatch", "RequestRows", "Trainer", "__version__", "isolate",
-    "share",
+    "RequestBatch", "RequestRows", "Trainer", "__version__", "isolate", "share",
 ]
 
 if TYPE_CHECKING:

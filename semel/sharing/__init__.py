@@ -4,7 +4,7 @@
 """
 
 from semel.sharing.errors import SharingError
-from semel.sharing.isolate import IsolatedModel, isolate
+from semel.sharing.isolated import IsolatedModel, isolate
 from semel.sharing.package import LoadedModel, load
 from semel.sharing.shared import RequestState, SharedModel, share
 

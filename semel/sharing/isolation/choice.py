@@ -21,9 +21,10 @@ from semel.sharing.isolation.sided import CANDIDATE, REQUEST, Sided
 from semel.sharing.isolation.walk import Walk
 
 MIXING = {
-    aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.einsum.default,
-    aten.tensordot.default, aten.conv1d.default, aten.conv2d.default, aten.convolution.default, aten.layer_norm.default,
-    aten.rms_norm.default, aten.softmax.int, aten._softmax.default, aten.scaled_dot_product_attention.default,
+    aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
+    aten.einsum.default, aten.tensordot.default, aten.conv1d.default, aten.conv2d.default, aten.convolution.default,
+    aten.layer_norm.default, aten.rms_norm.default, aten.softmax.int, aten._softmax.default,
+    aten.scaled_dot_product_attention.default,
 }
 KEEPING = {
     aten.dropout.default, aten.clone.default, aten._to_copy.default, aten.layer_norm.default, aten.rms_norm.default,
@@ -93,9 +94,9 @@ def _mixes_later(node: fx.Node) -> bool:
 
 
 class _Forward:
-    """Follows units of ``node`` (its axis ``dim``) through what keeps or moves them. ``layouts``: of values that they meet,
-    whether each is the request's, and where; ``chunks``: positions that are cut off together; ``group``: units to a field
-    in the first view that gives them fields."""
+    """Follows units of ``node`` (its axis ``dim``) through what keeps or moves them. ``layouts``: of values that they
+    meet, whether each is the request's, and where; ``chunks``: positions that are cut off together; ``group``: units to
+    a field in the first view that gives them fields."""
 
     def __init__(self, walk: Walk, node: fx.Node, units: int, dim: int) -> None:
         self.walk, self.units = walk, units

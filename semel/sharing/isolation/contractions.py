@@ -1,9 +1,9 @@
 """Sums of elements, and of products of two values: which terms a request unit keeps.
 
-A result whose terms are all free of the candidate is the request's, one without such a term the candidate's. In between:
+A result whose terms are all free of the candidate is the request's, one without such a term the candidate's. Between:
 
-* where other results along another axis are the candidate's anyway (attention: rows of candidate queries), the mixed ones
-  are request rows. They keep their request terms and are the request's (generalized layer masking);
+* where other results along another axis are the candidate's anyway (attention: rows of candidate queries), the mixed
+  ones are request rows. They keep their request terms and are the request's (generalized layer masking);
 * else (pooling, a sum over fields) there is nothing to cut the result by, and it has two versions: of the request's
   terms for request units, of all terms for the others.
 """
@@ -26,8 +26,8 @@ Letters = Sequence[str]
 
 def contract(walk: Walk, node: fx.Node, terms: Sequence[Letters], out: Letters, values: Sequence[Sided],
              make: Callable[..., fx.Node], flops: float, keepdim: Sequence[int] = ()) -> Sided:
-    """``terms``: the axes of each value by letter; those not in ``out`` are summed. ``make`` writes the operator on nodes
-    of the same ranks, of which some axes may be shorter. ``keepdim``: axes of the result that a reduction leaves."""
+    """``terms``: the axes of each value by letter; those not in ``out`` are summed. ``make`` writes the operator on
+    nodes of the same ranks, of which some axes may be shorter. ``keepdim``: axes that a reduction leaves."""
     equation = ",".join("".join(t) for t in terms) + "->" + "".join(out)
 
     def count(*masks: Tensor) -> Tensor:
@@ -54,8 +54,9 @@ def contract(walk: Walk, node: fx.Node, terms: Sequence[Letters], out: Letters, 
         return labelled(made, view, widen(sides))
 
     def cut(which: Sequence[fx.Node], letter: str, positions: Sequence[int]) -> list[fx.Node]:
-        return [walk.writer.take(n, t.index(letter), positions) if letter in t and n.meta["sides"].shape[t.index(letter)] > 1
-                else n for n, t in zip(which, terms, strict=True)]
+        long = [letter in t and n.meta["sides"].shape[t.index(letter)] > 1 for n, t in zip(which, terms, strict=True)]
+        return [walk.writer.take(n, t.index(letter), positions) if here else n
+                for n, t, here in zip(which, terms, long, strict=True)]
 
     seen = [v.seen for v in values]
     less = flops * len(keep) / len(summed)
@@ -64,7 +65,7 @@ def contract(walk: Walk, node: fx.Node, terms: Sequence[Letters], out: Letters, 
         view = make(*cut(seen, inner, keep), flops=less)
         return labelled(made, view, widen(torch.where(partial, BOTH, sides).to(torch.int8)))
     mine = partial | (sides == REQUEST)
-    masked = torch.where(mine, REQUEST, sides).to(torch.int8)
+    masked = torch.where(mine, REQUEST, CANDIDATE).to(torch.int8)
     for letter in out:
         rows = mine.movedim(list(out).index(letter), 0).flatten(1)
         if not bool((rows == rows[:, :1]).all()) or not _fixed(walk, node, values, terms, letter):

@@ -19,22 +19,22 @@ from torch import Tensor, fx
 from semel.sharing.emission import aten
 from semel.sharing.errors import Unproved
 from semel.sharing.isolation.choice import request_units
-from semel.sharing.isolation.sided import BOTH, CANDIDATE, REQUEST, Sided, labelled, positions_of
+from semel.sharing.isolation.sided import BOTH, CANDIDATE, REQUEST, Sided, by_rows, labelled, positions_of
 from semel.sharing.isolation.walk import Piece, Walk, rule
 
 
 class Weight:
     """A constant matrix ``[units, inputs]`` however it is stored, by blocks."""
 
-    def __init__(self, walk: Walk, dtype: torch.dtype, value: Sided, flip: bool = False) -> None:
-        """``flip``: the value is ``[inputs, units]``."""
-        self.walk, self.value, self.dtype, self.flip = walk, value, dtype, flip
+    def __init__(self, walk: Walk, argument: Any, value: Sided, flip: bool = False) -> None:
+        """``argument``: the node that is ``value``. ``flip``: it is ``[inputs, units]``."""
+        self.walk, self.value, self.dtype, self.flip = walk, value, argument.meta["val"].dtype, flip
         self.name = value.parameter
         shape = list(value.sides.shape)
         self.units, self.inputs = shape[::-1] if flip else shape
         parameter = next((n for n, name in walk.model.parameters.items() if name == value.parameter), None)
         users = [n for n in walk.model.graph.nodes if n.op == "placeholder" and n.name == parameter]
-        self.own = bool(users) and len(users[0].users) == 1
+        self.own = bool(users) and len(users[0].users) == 1 and len(argument.users) == 1  # used here only
 
     def block(self, suffix: str, units: Sequence[int] | None, inputs: Sequence[int] | None) -> fx.Node:
         """``[units, inputs]`` of some of each: a parameter of its own if compact, else a part of the whole one."""
@@ -81,6 +81,7 @@ class Weight:
 
 def project(walk: Walk, node: fx.Node, x: Sided, weight: Weight, bias: Sided | None, dim: int) -> Sided:
     """``W x + b`` over the last axis of ``x``. ``dim``: where the axis of units is in the node's own result."""
+    x = by_rows(x)
     writer, last = walk.writer, x.sides.dim() - 1
     rows = x.free.reshape(-1, weight.inputs)
     mixed = rows.any(1) & ~rows.all(1)
@@ -93,7 +94,8 @@ def project(walk: Walk, node: fx.Node, x: Sided, weight: Weight, bias: Sided | N
         made = writer.call(aten.linear.default, n, w, b,
                            flops=2.0 * count * w.meta["sides"].numel() if flops is None else flops)
         # products with request units are made once a request, whoever uses them
-        made.meta.update(sides=sides, products=float((n.meta["sides"] == REQUEST).double().mean()) if share is None else share)
+        once = float((n.meta["sides"] == REQUEST).double().mean()) if share is None else share
+        made.meta.update(sides=sides, products=once)
         return made
 
     def by_row(both: bool) -> Tensor:
@@ -143,23 +145,23 @@ def project(walk: Walk, node: fx.Node, x: Sided, weight: Weight, bias: Sided | N
 def linear(walk: Walk, node: fx.Node, x: Sided, w: Sided, bias: Sided | None = None) -> Sided:
     if not w.constant:
         raise Unproved("its weight depends on an input")
-    return project(walk, node, x, Weight(walk, node.meta["val"].dtype, w), bias, x.sides.dim() - 1)
+    return project(walk, node, x, Weight(walk, node.args[1], w), bias, x.sides.dim() - 1)
 
 
 @rule(aten.addmm.default)
 def addmm(walk: Walk, node: fx.Node, bias: Sided, x: Sided, w: Sided, **kwargs: Any) -> Sided:
     if not w.constant or kwargs or not bias.constant or bias.sides.dim() != 1:
         raise Unproved("it is no linear layer")
-    return project(walk, node, x, Weight(walk, node.meta["val"].dtype, w, flip=True), bias, 1)
+    return project(walk, node, x, Weight(walk, node.args[2], w, flip=True), bias, 1)
 
 
 def projected_matmul(walk: Walk, node: fx.Node, a: Sided, b: Sided) -> Sided | None:
     """``x P`` and ``P x`` with a constant matrix P; None if it is something else."""
     if b.constant and b.sides.dim() == 2 and a.sides.dim() >= 2:
-        return project(walk, node, a, Weight(walk, node.meta["val"].dtype, b, flip=True), None, a.sides.dim() - 1)
+        return project(walk, node, a, Weight(walk, node.args[1], b, flip=True), None, a.sides.dim() - 1)
     if a.constant and a.sides.dim() == 2 and b.sides.dim() >= 3:
         rank = b.sides.dim()
-        made = project(walk, node, _turned(walk, b, rank - 2, rank - 1), Weight(walk, node.meta["val"].dtype, a), None, rank - 2)
+        made = project(walk, node, _turned(walk, b, rank - 2, rank - 1), Weight(walk, node.args[0], a), None, rank - 2)
         return _turned(walk, made, rank - 2, rank - 1)
     return None
 
@@ -176,9 +178,10 @@ def projected_einsum(walk: Walk, node: fx.Node, terms: Sequence[list[str]], out:
     if len(w) != 2 or len(summed) != 1 or len(made) != 1 or set(t) - set(summed) | set(made) != set(out):
         return None
     letters = [*(letter for letter in t if letter != summed[0])]
+    given: Any = node.args[1] if node.target is aten.einsum.default else node.args
+    argument = given[at]
     x = _permuted(walk, x, [t.index(letter) for letter in letters] + [t.index(summed[0])])
-    result = project(walk, node, x, Weight(walk, node.meta["val"].dtype, matrix, flip=w[0] == summed[0]), None,
-                     out.index(made[0]))
+    result = project(walk, node, x, Weight(walk, argument, matrix, flip=w[0] == summed[0]), None, out.index(made[0]))
     letters.append(made[0])
     return _permuted(walk, result, [letters.index(letter) for letter in out])
 
@@ -196,21 +199,22 @@ def tensordot(walk: Walk, node: fx.Node, a: Sided, b: Sided, dims_a: Sequence[in
 
 
 @rule(aten.conv1d.default)
-def conv1d(walk: Walk, node: fx.Node, x: Sided, w: Sided, bias: Sided | None = None, stride: Any = (1,), padding: Any = (0,),
-           dilation: Any = (1,), groups: int = 1) -> Sided:
+def conv1d(walk: Walk, node: fx.Node, x: Sided, w: Sided, bias: Sided | None = None, stride: Any = (1,),
+           padding: Any = (0,), dilation: Any = (1,), groups: int = 1) -> Sided:
     """Width one: a projection of channels."""
     plain = [list(v) for v in (stride, padding, dilation)] == [[1], [0], [1]] and groups == 1 and w.sides.shape[2] == 1
     if not plain or not w.constant:
         raise Unproved("only convolutions of width 1 have a rule")
     matrix = walk.writer.call(aten.select.int, w.node, 2, 0, sides=w.sides[:, :, 0])
-    weight = Weight(walk, node.meta["val"].dtype, Sided(matrix, w.sides[:, :, 0], constant=True))
+    weight = Weight(walk, node.args[1], Sided(matrix, w.sides[:, :, 0], constant=True))
     weight.name = w.parameter
     made = project(walk, node, _turned(walk, x, 1, 2), weight, bias, 1)
     return _turned(walk, made, 1, 2)
 
 
 def _turned(walk: Walk, x: Sided, first: int, second: int) -> Sided:
-    return _both(x, lambda n: walk.writer.call(aten.transpose.int, n, first, second), lambda s: s.transpose(first, second))
+    return _both(x, lambda n: walk.writer.call(aten.transpose.int, n, first, second),
+                 lambda s: s.transpose(first, second))
 
 
 def _permuted(walk: Walk, x: Sided, order: Sequence[int]) -> Sided:

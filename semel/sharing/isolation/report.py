@@ -12,8 +12,8 @@ from semel.sharing.isolation.walk import Walk
 
 @dataclass(frozen=True)
 class NodeCost:
-    """FLOPs of one row: ``request`` once a request (on request units, and their products with weights of candidate units),
-    ``candidate`` for every candidate."""
+    """FLOPs of one row: ``request`` once a request (on request units, and on their products with weights of candidate
+    units), ``candidate`` for every candidate."""
 
     operator: str
     place: str

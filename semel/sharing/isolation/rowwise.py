@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from semel.sharing.emission import aten
 from semel.sharing.errors import Unproved
-from semel.sharing.isolation.sided import BOTH, CANDIDATE, REQUEST, Sided, labelled, positions_of
+from semel.sharing.isolation.sided import BOTH, CANDIDATE, REQUEST, Sided, by_rows, labelled, positions_of
 from semel.sharing.isolation.walk import Walk, rule
 
 
@@ -47,6 +47,7 @@ def norm(walk: Walk, node: fx.Node, x: Sided, shape: Sequence[int], weight: Side
     affine = node.target is aten.layer_norm.default
     eps = ([rest[0]] if rest else []) if affine else ([bias] if bias is not None else [])
     bias = bias if affine else None
+    x = by_rows(x)
     if len(shape) != 1:
         raise Unproved("it normalises several axes; flatten them first")
 
@@ -161,8 +162,8 @@ def attention(walk: Walk, node: fx.Node, q: Sided, k: Sided, v: Sided, mask: Sid
         visible = seen[rows][:, columns]
         if causal and not whole and not bool(visible.all()):
             used = walk.writer.constant(visible)
-        return walk.writer.call(node.target, *parts, used, dropout, causal and whole, scale=scale, enable_gqa=enable_gqa,
-                                flops=flops * len(rows) * len(columns) / (tokens * steps))
+        return walk.writer.call(node.target, *parts, used, dropout, causal and whole, scale=scale,
+                                enable_gqa=enable_gqa, flops=flops * len(rows) * len(columns) / (tokens * steps))
 
     out = torch.full(walk.shape(node.meta["val"]), CANDIDATE, dtype=torch.int8)
     if mask is not None and bool((mask.sides != REQUEST).any()) and mine:

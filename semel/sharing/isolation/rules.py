@@ -19,12 +19,12 @@ from semel.sharing.isolation.walk import Walk, rule
 
 MOVES = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
-    aten.t.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor,
-    aten.select.int, aten.cat.default, aten.stack.default, aten.expand.default, aten.repeat.default, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.flip.default, aten.index_select.default,
-    aten.index.Tensor, aten.narrow.default, aten.flatten.using_ints, aten.unflatten.int, aten.tile.default,
-    aten.repeat_interleave.self_int, aten.roll.default, aten.movedim.int, aten.diagonal.default, aten.constant_pad_nd.default,
-    aten.pad.default, aten.tril.default, aten.triu.default, aten.alias.default,
+    aten.t.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.slice.Tensor, aten.select.int, aten.cat.default, aten.stack.default, aten.expand.default, aten.repeat.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.flip.default,
+    aten.index_select.default, aten.index.Tensor, aten.narrow.default, aten.flatten.using_ints, aten.unflatten.int, aten.tile.default,
+    aten.repeat_interleave.self_int, aten.roll.default, aten.movedim.int, aten.diagonal.default,
+    aten.constant_pad_nd.default, aten.pad.default, aten.tril.default, aten.triu.default, aten.alias.default,
 )
 
 
@@ -85,7 +85,8 @@ def pointwise(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Sided:
     flops = sides.numel() / 2
 
     def new(argument: Any, seen: bool) -> Any:
-        return fx.map_arg(argument, lambda n: (found[n].seen if seen else found[n].node) if n in found else walk.values[n])
+        return fx.map_arg(argument, lambda n: walk.values[n] if n not in found else
+                          found[n].seen if seen else found[n].node)
 
     made = walk.writer.call(node.target, *new(node.args, False), flops=flops, **new(node.kwargs, False))
     view = None

@@ -147,9 +147,19 @@ class Writer:
         return self.call(aten.where.self, self.constant(mask[:1].clone()), request, everything, sides=sides)
 
 
+def by_rows(x: Sided) -> Sided:
+    """``x`` for an operator along its last axis that treats all rows alike. A view says nothing of rows that are the
+    candidate's; where there are such, it is not used."""
+    if x.view is None or not bool((x.sides == CANDIDATE).all(-1).any()):
+        return x
+    return labelled(x.node, None, x.sides)
+
+
 def labelled(made: fx.Node, view: fx.Node | None, sides: Tensor) -> Sided:
-    """A result with its sides; without units of both kinds there is no second version."""
+    """A result with its sides. Without a view nothing has two versions: what would have is the candidate's."""
     sides = sides.contiguous()
+    if view is None:
+        sides = torch.where(sides == BOTH, CANDIDATE, sides).to(torch.int8)
     made.meta.update(sides=sides, share=float((sides == REQUEST).double().mean()) if sides.numel() else 0.0)
     if view is None or not bool((sides == BOTH).any()):
         return Sided(made, sides)

@@ -1,7 +1,7 @@
 """Walks a model's graph, gives every value its sides, and writes the isolated graph.
 
-An operator whose arguments are all on one side stays as it is. One that meets both sides has a rule, which keeps request
-units free of candidate units and says on which side its results are. Without a rule: SharingError.
+An operator whose arguments are all on one side stays as it is. One that meets both sides has a rule, which keeps
+request units free of candidate units and says on which side its results are. Without a rule: SharingError.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SCALARS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def rule(*targets: Any) -> Callable[[Any], Any]:
-    """Registers ``function(walk, node, *args, **kwargs)``: arguments as the operator has them, a ``Sided`` for each tensor;
-    it returns the Sided of the result (or a list). Unproved: this case is not covered."""
+    """Registers ``function(walk, node, *args, **kwargs)``: arguments as the operator has them, a ``Sided`` for each
+    tensor; it returns the Sided of the result (or a list). Unproved: this case is not covered."""
     def register(function: Any) -> Any:
         for target in targets:
             RULES[target] = function
@@ -55,8 +55,8 @@ class Piece:
 
 @dataclass
 class Walk:
-    """``split``: request units by module, as the caller gave them; ``splits``: as they were chosen; ``compact``: weights
-    that are zero are dropped; ``pieces``: parameters by placeholder of the new graph."""
+    """``split``: request units by module, as the caller gave them; ``splits``: as they were chosen; ``compact``:
+    weights that are zero are dropped; ``pieces``: parameters by placeholder of the new graph."""
 
     model: ModelGraph
     compact: bool
@@ -125,9 +125,9 @@ class Walk:
         except Unproved as reason:
             if any(a.split for a in flat):
                 raise SharingError(
-                    f"{node.target} at {place(node) or node.name} meets units of both sides, and isolate cannot keep them "
-                    f"apart: {reason}. Compute it for request and candidate units apart and concatenate the results, or "
-                    "add a rule to semel.sharing.isolation") from None
+                    f"{node.target} at {place(node) or node.name} meets units of both sides, and isolate cannot keep "
+                    f"them apart: {reason}. Compute it for request and candidate units apart and concatenate the "
+                    "results, or add a rule to semel.sharing.isolation") from None
             return self.whole(node, flat)
 
     def ahead(self, node: fx.Node, later: Container[fx.Node], free: Container[Any]) -> Any:
@@ -153,7 +153,8 @@ class Walk:
     def results(self, node: Any, made: fx.Node, side: int, constant: bool = False) -> Any:
         def wrapped(made: fx.Node, value: Tensor) -> Sided:
             sides = torch.full(self.shape(value), side, dtype=torch.int8)
-            made.meta.update(sides=sides, share=float(side == REQUEST), flops=made.meta.get("flops") or sides.numel() / ROWS)
+            made.meta.update(sides=sides, share=float(side == REQUEST),
+                             flops=made.meta.get("flops") or sides.numel() / ROWS)
             return Sided(made, sides, constant=constant)
 
         value = node.meta["val"]
@@ -179,7 +180,8 @@ class Walk:
         if source is not None and source.parameter and value.dim() == 2 and \
                 node.target in (aten.t.default, aten.transpose.int, aten.permute.default) and \
                 tuple(value.stride()) != tuple(node.args[0].meta["val"].stride()):
-            return Sided(made, result.sides, constant=True, parameter=source.parameter, transposed=not source.transposed)
+            return Sided(made, result.sides, constant=True, parameter=source.parameter,
+                         transposed=not source.transposed)
         return result
 
     # ------------------------------------------------------------------------------------------------- placeholders
@@ -209,8 +211,8 @@ class Walk:
                                   parameter=name)
             elif node.name in self.model.lifted:
                 tensor = self.model.lifted[node.name].detach().clone()
-                yield node, Sided(self.writer.constant(tensor), torch.zeros(tensor.shape, dtype=torch.int8), constant=True,
-                                  known=tensor)
+                yield node, Sided(self.writer.constant(tensor), torch.zeros(tensor.shape, dtype=torch.int8),
+                                  constant=True, known=tensor)
             elif isinstance(value, Tensor):
                 item = next(inputs)
                 made = self.writer.graph.placeholder(f"input_{node.name}")

@@ -32,16 +32,17 @@ class _Graph(nn.Module):
             origin = node.meta.get("origin")
             node.meta = {"sides": node.meta.get("sides"), "place": "" if origin is None else place(origin)}
         self.module = fx.GraphModule(self, graph)
-        self.reads = [walker.pieces[n].name if n in walker.pieces else None for n in graph.nodes if n.op == "placeholder"]
+        self.reads = [walker.pieces[n].name if n in walker.pieces else None
+                      for n in graph.nodes if n.op == "placeholder"]
         self.updates = list(model.mutated.values())
         self.spec = model.out_spec
 
 
 class IsolatedModel(nn.Module):
-    """Called like the model that it was made from, with one row a candidate; an ordinary module with parameters of its own.
+    """Called like the model that it was made from, one row a candidate; an ordinary module with its own parameters.
 
-    ``splits``: the request's units of each module that has some of both sides. ``pieces``: how each parameter is cut from
-    one of the original model.
+    ``splits``: the request's units of each module that has some of both sides. ``pieces``: how each parameter is cut
+    from one of the original model.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: Signature,
@@ -62,14 +63,15 @@ class IsolatedModel(nn.Module):
                 graph = export(model, args, kwargs)
                 walker, _ = walk(graph, signature, tensors.__getitem__, compact, split)
                 pieces = {piece.name: piece for piece in walker.pieces.values()}
+                # what both modes read must be cut alike
                 if mode and any(self.pieces.get(name, piece) != piece for name, piece in pieces.items()):
-                    raise SharingError(f"{type(model).__name__} computes other things in train mode than in eval mode; name "
-                                       "the units with split")
+                    raise SharingError(f"{type(model).__name__} computes other things in train mode than in eval mode; "
+                                       "name the units with split")
                 self.splits.update(walker.splits)
                 self.pieces.update(pieces)
                 if not mode:
                     self._report = report(walker)
-                graphs[mode] = _Graph(graph, walker)
+                graphs[mode] = _Graph(graph, walker).to(_device(args, kwargs))
         finally:
             model.train(was)
         unknown = [key for key in split if key not in self.splits]
@@ -105,12 +107,15 @@ class IsolatedModel(nn.Module):
         return self._graphs["in_train" if self.training else "in_eval"]
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        if not self._example[1]:  # positional ones may come by name
+            bound = self._called.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         if spec != self.signature.spec:
-            bound = self._called.bind(*args, **kwargs)
-            names = list(bound.arguments)
-            raise SharingError(f"pass the inputs as they were in example_inputs (as {'keywords' if args else 'positions'}, "
-                               f"nested in the same way); got {', '.join(names)}")
+            raise SharingError(f"the inputs must be nested like example_inputs: {self.signature.spec}; got {spec}")
+        for i, known in self.signature.fixed.items():
+            if leaves[i] != known:
+                raise SharingError(f"an input that is no tensor is {leaves[i]!r}; the model was isolated for {known!r}")
         return [leaf for i, leaf in enumerate(leaves) if i not in self.signature.fixed]
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -136,8 +141,8 @@ class IsolatedModel(nn.Module):
     def verify(self, trials: int = 4, seed: int = 0) -> int:
         """Proves the contract by trying: candidate inputs change, every request unit of every node keeps its bits.
 
-        Candidate inputs are drawn from the rows of ``example_inputs`` column by column. Returns how many nodes with request
-        units were compared; SharingError names the first one that moved.
+        Candidate inputs are drawn from the rows of ``example_inputs`` column by column. Returns how many nodes with
+        request units were compared; SharingError names the first one that moved.
         """
         args, kwargs = self._example
         leaves = pytree.tree_flatten((args, dict(kwargs)))[0]
@@ -195,6 +200,10 @@ class IsolatedModel(nn.Module):
         return self._report
 
 
+def _device(args: Any, kwargs: Any) -> Any:
+    return next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+
 class _Recorder(fx.Interpreter):
     def values(self, inputs: list[Tensor]) -> dict[fx.Node, Any]:
         self.found: dict[fx.Node, Any] = {}
@@ -212,15 +221,16 @@ def isolate(model: nn.Module, example_inputs: Any, request_inputs: Iterable[str]
     """``model`` under the contract "request units never see the candidate": another model, which must be trained.
 
     Weights become block lower triangular, norms are taken by side, attention is masked, pairs of fields that hold a
-    candidate field are the candidate's; then ``share`` computes the request side once, through all its depth (ROCS, arXiv
-    2607.27744, section 3.1; docs/isolate.md). The result starts from the model's weights and is called like the model.
+    candidate field are the candidate's; then ``share`` computes the request side once, through all its depth (ROCS,
+    arXiv 2607.27744, section 3.1; docs/isolate.md). The result starts from the model's weights and is called like it.
 
-    ``example_inputs``, ``request_inputs``: as ``share`` takes them; give some rows that differ, ``verify`` draws from them.
-    ``split``: module name -> how many of its units (the first) are the request's, or their positions; by default those that
-    line up with a residual, else the request's share of the inputs. ``keep``: ``compact`` drops weights that would be
-    zero, ``masked`` keeps shapes and names of the model's parameters and multiplies by zero.
+    ``example_inputs``, ``request_inputs``: as ``share`` takes them; give rows that differ, ``verify`` draws from them.
+    ``split``: module name -> how many of its units (the first) are the request's, or their positions; by default those
+    that line up with a residual, else the request's share of the inputs. ``keep``: ``compact`` drops weights that would
+    be zero, ``masked`` keeps shapes and names of the model's parameters and multiplies by zero.
 
-    Raises SharingError for an operator without a rule and for units whose side is ambiguous; it names place and remedy.
+    Raises SharingError for an operator without a rule, for units whose side is ambiguous, and should ``verify`` find a
+    request unit that moves with the candidate; it names place and remedy.
     """
     if keep not in ("compact", "masked"):
         raise SharingError(f"keep is {keep!r}; it must be 'compact' or 'masked'")
@@ -230,4 +240,6 @@ def isolate(model: nn.Module, example_inputs: Any, request_inputs: Iterable[str]
         args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         kwargs = dict(example_kwargs or {})
     signature = signature_of(model, args, kwargs, request_inputs)
-    return IsolatedModel(model, args, kwargs, signature, dict(split or {}), keep == "compact")
+    made = IsolatedModel(model, args, kwargs, signature, dict(split or {}), keep == "compact")
+    made.verify(trials=1)
+    return made
