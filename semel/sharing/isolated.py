@@ -149,12 +149,18 @@ class IsolatedModel(nn.Module):
         tensors = [leaf for i, leaf in enumerate(leaves) if i not in self.signature.fixed]
         generator = torch.Generator().manual_seed(seed)
         graph: Any = self._graphs["in_eval"]
-        checked, moved = 0, False
+        checked = 0
         with torch.no_grad():
             for _ in range(trials):
                 first = self._drawn(tensors, None, generator)
-                second = self._drawn(tensors, first, generator)
-                moved = moved or any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+                for _again in range(16):  # a few rows may be drawn alike
+                    second = self._drawn(tensors, first, generator)
+                    moved = any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+                    if moved:
+                        break
+                else:
+                    raise SharingError("all rows of example_inputs are equal on the candidate side; "
+                                       "give rows that differ")
                 a, b = (_Recorder(graph.module).values(self._given(graph, x)) for x in (first, second))
                 checked = 0
                 for node, value in a.items():
@@ -168,8 +174,6 @@ class IsolatedModel(nn.Module):
                         if not bool(same[mine].all()):
                             raise SharingError(f"request units of {node.name} change with the candidate "
                                                f"({node.meta['place'] or node.target})")
-        if not moved:
-            raise SharingError("all rows of example_inputs are equal on the candidate side; give rows that differ")
         return checked
 
     def _drawn(self, tensors: list[Tensor], like: list[Tensor] | None, generator: torch.Generator) -> list[Tensor]:

@@ -22,7 +22,8 @@ MOVES = (
     aten.t.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
     aten.slice.Tensor, aten.select.int, aten.cat.default, aten.stack.default, aten.expand.default, aten.repeat.default,
     aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.flip.default,
-    aten.index_select.default, aten.index.Tensor, aten.narrow.default, aten.flatten.using_ints, aten.unflatten.int, aten.tile.default,
+    aten.index_select.default, aten.index.Tensor, aten.narrow.default, aten.flatten.using_ints, aten.unflatten.int,
+    aten.tile.default,
     aten.repeat_interleave.self_int, aten.roll.default, aten.movedim.int, aten.diagonal.default,
     aten.constant_pad_nd.default, aten.pad.default, aten.tril.default, aten.triu.default, aten.alias.default,
 )
