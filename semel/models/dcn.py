@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from semel.batch import RequestBatch
 from semel.features import FeatureSpec
 from semel.models.config import ModelConfig
 from semel.models.fields import FieldRanker, IsolatedRanker, hidden_sides
@@ -26,21 +26,25 @@ from semel.models.isolated import IsolatedBlock, IsolatedHead, IsolatedLinear, I
 
 
 class CrossNet(nn.Module):
-    """[N, width] -> [N, width] (DCN V2, eq. 1)."""
+    """[N, width] -> [N, width] (DCN V2, eq. 1). ``first``: the first layer's ``W_0 x_0 + b_0``, where it is known."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
-    def forward(self, x0: Tensor) -> Tensor:
+    def forward(self, x0: Tensor, first: Tensor | None = None) -> Tensor:
         x = x0
-        for layer in self.layers:
-            x = x0 * layer(x) + x
+        for number, layer in enumerate(self.layers):
+            x = x0 * (first if first is not None and not number else layer(x)) + x
         return x
 
 
 class DCNv2(FieldRanker):
-    """A cross network beside a deep one ("parallel" DCN V2), over all fields."""
+    """A cross network beside a deep one ("parallel" DCN V2), over all fields.
+
+    Both begin with a linear layer, ``W [x_r, x_c] = W_r x_r + W_c x_c``, of which the first product is made once per
+    request. After a cross layer every unit holds a bit of the candidate, and nothing is the request's alone.
+    """
 
     def __init__(self, config: ModelConfig, features: FeatureSpec, encoders: Mapping[str, nn.Module]) -> None:
         super().__init__(config, features, encoders)
@@ -49,9 +53,25 @@ class DCNv2(FieldRanker):
         self.deep = mlp([width, *config.hidden], config.dropout)
         self.head = RankingHead(width + config.hidden[-1], (), features.tasks, 0.0)
 
-    def forward(self, batch: RequestBatch) -> Tensor:
-        x = self.all_fields(batch).flatten(1)
+    def request_side(self, fields: Tensor) -> list[Tensor]:
+        x = fields.flatten(1)
+        return [x, *(linear(x, layer.weight[:, : x.shape[1]], layer.bias) for layer in self._first())]
+
+    def candidate_side(self, fields: Tensor, state: Any, owner: Tensor) -> Tensor:
+        request, *known = (part.index_select(0, owner) for part in state)
+        x = fields.flatten(1)
+        *cross, deep = (part + linear(x, layer.weight[:, -x.shape[1] :])
+                        for part, layer in zip(known, self._first(), strict=True))
+        crossed = self.cross(torch.cat([request, x], -1), *cross)
+        return self.head(torch.cat([crossed, torch.relu(self.deep[1:](deep))], -1))
+
+    def mixed(self, fields: Tensor) -> Tensor:
+        x = fields.flatten(1)
         return self.head(torch.cat([self.cross(x), torch.relu(self.deep(x))], -1))
+
+    def _first(self) -> list[Any]:
+        """The layers that read the fields themselves."""
+        return [*self.cross.layers[:1], self.deep[0]]
 
 
 class RDCNLayer(nn.Module):

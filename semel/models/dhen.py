@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semel.batch import RequestBatch
 from semel.features import FeatureSpec
 from semel.models.config import ModelConfig
 from semel.models.fields import FieldRanker, IsolatedRanker, hidden_sides
@@ -91,8 +90,8 @@ class DHEN(FieldRanker):
         self.layers = nn.Sequential(*(DHENLayer(fields, config) for _ in range(config.interaction_layers)))
         self.head = RankingHead(fields * config.dim, config.hidden, features.tasks, config.dropout)
 
-    def forward(self, batch: RequestBatch) -> Tensor:
-        return self.head(self.layers(self.compression(self.all_fields(batch))).flatten(1))
+    def mixed(self, fields: Tensor) -> Tensor:
+        return self.head(self.layers(self.compression(fields)).flatten(1))
 
 
 class IsolatedCrossMember(IsolatedBlock):

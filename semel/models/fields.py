@@ -22,7 +22,17 @@ def pooled_history(tables: FeatureTables, request: Mapping[str, Any]) -> list[Te
 
 
 class FieldRanker(nn.Module):
-    """The fields of both sides; ``fields`` says how many there are."""
+    """The fields of both sides; ``fields`` says how many there are.
+
+    ``request(batch.request)`` gives a state, all that candidates read of their request: tensors with first axis R,
+    ``Jagged`` and ``KeysValues`` of R rows, and lists of those (``semel.models.states`` cuts and joins them).
+    ``score(state, batch.candidate, batch.candidate_offsets)`` gives logits [C, tasks] for any candidates of these
+    requests, as often as wanted. ``forward`` is the one after the other.
+
+    How much the state holds is the model's to say, by ``request_side`` and ``candidate_side``. A model without sides
+    has ``mixed``, which maps all fields of a candidate to its logits as its paper does; by itself it shares the
+    request's fields, looked up and pooled once.
+    """
 
     def __init__(self, config: ModelConfig, features: FeatureSpec, encoders: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -36,6 +46,8 @@ class FieldRanker(nn.Module):
         fields = self.tables.request(request)
         if self.use_history:
             fields = fields + pooled_history(self.tables, request)
+        if not fields:
+            return next(self.tables.tables.parameters()).new_zeros(len(request["as_of"]), 0, self.tables.dim)
         return torch.stack(fields, 1)
 
     def candidate_fields(self, candidate: Mapping[str, Any]) -> Tensor:
@@ -43,27 +55,9 @@ class FieldRanker(nn.Module):
         return torch.stack(self.tables.candidate(candidate), 1)
 
     def all_fields(self, batch: RequestBatch) -> Tensor:
-        """[C, fields, dim]: every candidate with a copy of its request's fields, as a model without sides wants it."""
-        if not self.fields.request:
-            return self.candidate_fields(batch.candidate)
+        """[C, fields, dim], what ``mixed`` takes: every candidate with a copy of its request's fields."""
         request = self.request_fields(batch.request)[batch.candidate_to_request()]
         return torch.cat([request, self.candidate_fields(batch.candidate)], 1)
-
-
-class IsolatedRanker(FieldRanker):
-    """A model whose request rows never see candidates.
-
-    ``request(batch.request)`` gives a state, all that candidates read: lists of tensors with first axis R, and of
-    ``Jagged`` and ``KeysValues`` of R rows (``semel.models.states`` cuts and joins them).
-    ``score(state, batch.candidate, batch.candidate_offsets)`` gives logits [C, tasks] for any candidates of these
-    requests, as often as wanted.
-    """
-
-    def __init__(self, config: ModelConfig, features: FeatureSpec, encoders: Mapping[str, nn.Module]) -> None:
-        super().__init__(config, features, encoders)
-        if not self.fields.request:
-            raise ValueError(f"a {config.kind} model needs request features or a history: without them there is "
-                             f"nothing to compute once per request")
 
     def request(self, request: Mapping[str, Any]) -> Any:
         return self.request_side(self.request_fields(request))
@@ -78,11 +72,25 @@ class IsolatedRanker(FieldRanker):
 
     def request_side(self, fields: Tensor) -> Any:
         """[R, fields.request, dim] -> the state."""
-        raise NotImplementedError
+        return [fields]
 
     def candidate_side(self, fields: Tensor, state: Any, owner: Tensor) -> Tensor:
         """[C, fields.candidate, dim], the state and [C] -> logits [C, tasks]."""
+        return self.mixed(torch.cat([state[0][owner], fields], 1))
+
+    def mixed(self, fields: Tensor) -> Tensor:
+        """[C, fields, dim] -> logits [C, tasks], of a model that has no sides."""
         raise NotImplementedError
+
+
+class IsolatedRanker(FieldRanker):
+    """A model whose request rows never see candidates: its state holds them at every depth."""
+
+    def __init__(self, config: ModelConfig, features: FeatureSpec, encoders: Mapping[str, nn.Module]) -> None:
+        super().__init__(config, features, encoders)
+        if not self.fields.request:
+            raise ValueError(f"a {config.kind} model needs request features or a history: without them there is "
+                             f"nothing to compute once per request")
 
 
 def hidden_sides(config: ModelConfig, by: Sides) -> list[Sides]:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semel.batch import RequestBatch
 from semel.features import FeatureSpec
 from semel.models.config import ModelConfig
 from semel.models.fields import FieldRanker, IsolatedRanker
@@ -59,10 +58,9 @@ class FinalMLP(FieldRanker):
         self.second = mlp([given.total, *config.hidden], config.dropout)
         self.fusion = BilinearFusion(config.hidden[-1], config.fusion_heads, len(features.tasks))
 
-    def forward(self, batch: RequestBatch) -> Tensor:
-        request = self.request_fields(batch.request).flatten(1)[batch.candidate_to_request()]
-        candidate = self.candidate_fields(batch.candidate).flatten(1)
-        x = torch.cat([request, candidate], -1)
+    def mixed(self, fields: Tensor) -> Tensor:
+        x = fields.flatten(1)
+        request, candidate = x.tensor_split([self.fields.request * fields.shape[2]], -1)
         first = self.first(x * _gate(self.request_gate(request)))
         second = self.second(x * _gate(self.candidate_gate(candidate)))
         return self.fusion(torch.relu(first), torch.relu(second))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from semel.features import FeatureSpec
 from semel.models.config import ModelConfig
 from semel.models.dropout import Dropout
 from semel.models.embeddings import ITEM, FeatureTables
+from semel.models.isolated import owners
 from semel.models.plans import history_plan
 from semel.models.sequence_ranker import make_encoder
 from semel.models.softmax import sample_negatives, softmax_loss
@@ -73,11 +75,19 @@ class NextItem(nn.Module):
     def _comparable(self, vectors: Tensor) -> Tensor:
         return nn.functional.normalize(vectors, dim=-1) if self.config.similarity == "cosine" else vectors
 
+    def request(self, request: Mapping[str, Any]) -> list[Tensor]:
+        """The state [R, dim]; ``request`` and ``score`` as of ``semel.models.fields.FieldRanker``."""
+        return [self.last_state(request["history"], request["as_of"])]
+
+    def score(self, state: Any, candidate: Mapping[str, Any], candidate_offsets: Tensor) -> Tensor:
+        """[C, 1]."""
+        vectors = self.item_vectors(self.tables.items(candidate[ITEM]))
+        asked = state[0][owners(candidate_offsets, len(vectors))]
+        return (asked * vectors).sum(-1, keepdim=True) / self.config.temperature
+
     def forward(self, batch: RequestBatch) -> Tensor:
         """[C, 1]."""
-        state = self.last_state(batch.request["history"], batch.request["as_of"])[batch.candidate_to_request()]
-        vectors = self.item_vectors(self.tables.items(batch.candidate[ITEM]))
-        return (state * vectors).sum(-1, keepdim=True) / self.config.temperature
+        return self.score(self.request(batch.request), batch.candidate, batch.candidate_offsets)
 
     def score_items(self, batch: RequestBatch, item_ids: Tensor) -> Tensor:
         """Every request's history against the same items: ``item_ids`` [I] stable ids -> [R, I]."""

@@ -7,17 +7,19 @@ cost the same again; ``widen_candidate`` may give candidates a part of it first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from semel.batch import Jagged, JaggedTable, RequestBatch
 from semel.features import Feature, FeatureSpec
 from semel.models.artifact import make_model
 from semel.models.config import ModelConfig
 from semel.models.embeddings import ITEM
+from semel.models.fields import FieldRanker, IsolatedRanker
 from semel.models.flops import Cost, cost_of
 from semel.models.vocabulary import Scale, Vocabulary
 
@@ -27,11 +29,15 @@ WIDEST = 256.0
 
 def cost(config: ModelConfig, features: FeatureSpec, history: int | None = None) -> Cost:
     """What the model of this configuration costs for a history of ``history`` events (``features.history_last`` if
-    None). It does not depend on data: tables of one row stand in for the real ones."""
+    None). It does not depend on data: tables of one row stand in for the real ones. A model without sides is counted
+    as its paper has it, every candidate with all fields, whatever of it could be computed once per request."""
     length = (features.history_last or 0) if history is None else history
     with torch.random.fork_rng(devices=[]):
         model = make_model(config, features, _encoders(features)).eval()
-    return cost_of(model, _batch(features, length))
+    run: Any = model
+    if isinstance(model, FieldRanker) and not isinstance(model, IsolatedRanker):
+        run = _mixed(model)
+    return cost_of(run, _batch(features, length))
 
 
 def widen_request(isolated: ModelConfig, plain: ModelConfig, features: FeatureSpec, *, candidates: int = 100,
@@ -70,6 +76,10 @@ def _widest(isolated: ModelConfig, name: str, plain: ModelConfig, features: Feat
         middle = (low + high) / 2
         low, high = (middle, high) if affordable(middle) else (low, middle)
     return wide(low)
+
+
+def _mixed(model: FieldRanker) -> Callable[[RequestBatch], Tensor]:
+    return lambda batch: model.mixed(model.all_fields(batch))
 
 
 def _encoders(features: FeatureSpec) -> dict[str, nn.Module]:

@@ -24,7 +24,7 @@ class TopK:
 def top_k(model: Any, batch: RequestBatch, k: int, *, chunk: int = 4096, column: int = 0) -> TopK:
     """The ``k`` best candidates of each request by the logit ``column`` of an isolated model.
 
-    ``model``: anything with ``request`` and ``score`` as of ``semel.models.fields.IsolatedRanker``. The request side is
+    ``model``: anything with ``request`` and ``score`` as of ``semel.models.fields.FieldRanker``. The request side is
     computed once; candidates pass in chunks of ``chunk``, so memory for activations depends on that and not on how many
     there are. Without gradients, in eval mode if the model is. Raises ValueError for a k or chunk below 1.
     """

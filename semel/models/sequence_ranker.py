@@ -31,7 +31,7 @@ def make_encoder(config: EncoderConfig) -> HSTU | Transformer:
 
 class SequenceRanker(nn.Module):
     """A target-aware encoder over the history, a head on each candidate's state. ``request`` and ``score`` as of
-    ``semel.models.fields.IsolatedRanker``."""
+    ``semel.models.fields.FieldRanker``."""
 
     def __init__(self, config: ModelConfig, features: FeatureSpec, encoders: Mapping[str, nn.Module]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Request states of isolated models, cut by request and joined: what a cache of them needs.
+"""Request states of models, cut by request and joined: what a cache of them needs.
 
 A state is a list, of tensors whose first axis is the request, of ``Jagged`` and ``KeysValues`` with a row a request, or
-of such lists (``semel.models.fields.IsolatedRanker.request``).
+of such lists (``semel.models.fields.FieldRanker``).
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semel.batch import RequestBatch
 from semel.features import FeatureSpec
 from semel.models.config import ModelConfig
 from semel.models.fields import FieldRanker, IsolatedRanker, hidden_sides
@@ -90,8 +89,8 @@ class Wukong(FieldRanker):
         ))
         self.head = RankingHead(widths[-1] * config.dim, config.hidden, features.tasks, config.dropout)
 
-    def forward(self, batch: RequestBatch) -> Tensor:
-        return self.head(self.layers(self.all_fields(batch)).flatten(1))
+    def mixed(self, fields: Tensor) -> Tensor:
+        return self.head(self.layers(fields).flatten(1))
 
 
 class IsolatedFactorizationBlock(IsolatedBlock):
