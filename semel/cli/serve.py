@@ -19,6 +19,9 @@ def serve(
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered 503.")] = 64,
     workers: Annotated[int, typer.Option(min=1, help="Requests that are scored at the same time.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each worker.")] = 1,
+    share: Annotated[bool, typer.Option("--share/--no-share", help="Compute the model's request side once per request; "
+                                        "without, once per candidate, to compare.")] = True,
+    state_cache: Annotated[int, typer.Option(min=0, help="MiB of request states that are kept; 0 keeps none.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Say where it listens as one JSON line.")] = False,
 ) -> None:
     """Answer requests over HTTP until SIGTERM or Ctrl-C, then finish what was accepted."""
@@ -34,4 +37,4 @@ def serve(
 
     output.remark(f"loading {run}")
     run_server(run, store, host, port, token=token, max_candidates=max_candidates, queue=queue, workers=workers,
-               threads=threads, ready=ready)
+               threads=threads, share=share, state_bytes=state_cache << 20, ready=ready)

@@ -6,14 +6,25 @@ of such lists (``semel.models.fields.FieldRanker``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from semel.batch import Jagged
 from semel.models.attention import KeysValues
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """A model whose request side is computed once per request; ``semel.models.fields.FieldRanker`` says how."""
+
+    def request(self, request: Mapping[str, Any]) -> Any:
+        ...
+
+    def score(self, state: Any, candidate: Mapping[str, Any], candidate_offsets: Tensor) -> Tensor:
+        ...
 
 
 def requests_of(state: Any) -> int:

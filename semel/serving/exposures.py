@@ -34,11 +34,22 @@ class Exposure:
     path: str
     device: str
     served_at: int
+    batch: Membership
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Where in which scored batch a request was: a replay scores it there again."""
+
+    batch_id: str
+    index: int
+    requests: int
+    candidates: int
 
 
 def exposures_table(exposures: Sequence[Exposure], schema: pa.Schema) -> pa.Table:
-    """``exposures`` as rows of ``schema`` (``semel.examples.exposure_schema``). Each was scored in a batch of its own;
-    what was shown is not known here: clients report it as an outcome."""
+    """``exposures`` as rows of ``schema`` (``semel.examples.exposure_schema``). What was shown is not known here:
+    clients report it as an outcome."""
     counts = np.array([len(exposure.candidates) for exposure in exposures], dtype=np.int64)
     position, returned = [], []
     for exposure in exposures:
@@ -66,8 +77,9 @@ def exposures_table(exposures: Sequence[Exposure], schema: pa.Schema) -> pa.Tabl
         "history_checksum": np.array([e.checksum for e in exposures], dtype=np.uint64),
         "history_length": [e.history_length for e in exposures],
         "history_status": [e.history_status for e in exposures],
-        "batch_id": [e.request_id for e in exposures], "batch_index": [0] * len(exposures),
-        "batch_requests": [1] * len(exposures), "batch_candidates": counts,
+        "batch_id": [e.batch.batch_id for e in exposures], "batch_index": [e.batch.index for e in exposures],
+        "batch_requests": [e.batch.requests for e in exposures],
+        "batch_candidates": [e.batch.candidates for e in exposures],
         "device": [e.device for e in exposures], "path": [e.path for e in exposures],
         "served_at": [e.served_at for e in exposures],
     }

@@ -7,24 +7,32 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from semel.batch import offsets_of
 from semel.serving.checks import check_as_of, check_candidates, check_context, check_id, check_limit, show
 from semel.serving.clock import Clock
-from semel.serving.errors import NonFiniteScore
-from semel.serving.exposures import Exposure, exposures_table
+from semel.serving.errors import InvalidRequest, NonFiniteScore, Overloaded
+from semel.serving.exposures import Exposure, Membership, exposures_table
 from semel.serving.group import GroupCommit
-from semel.serving.results import Id, Pointer, RankResult, ScoredItem
-from semel.serving.scoring import Scores, eager_path, score
+from semel.serving.results import Id, Pointer, RankRequest, RankResult, ScoredItem
+from semel.serving.scoring import Scores, path_name, request_states, score, shares
+from semel.serving.states import StateCache, state_key
 
 if TYPE_CHECKING:
     from semel.batch import RequestBatch
     from semel.history import HistoryStore
     from semel.models import ModelArtifact
+
+
+STATE_BYTES = 256 << 20
+"""Of request states that a predictor keeps, unless it is told otherwise."""
 
 
 class Predictor:
@@ -35,16 +43,20 @@ class Predictor:
     """
 
     def __init__(self, artifact: ModelArtifact, store: HistoryStore, catalogue: HistoryStore | None = None, *,
-                 exposures: Any = None, max_candidates: int = 2000, refresh: bool = False, owned: bool = False):
-        """``exposures``: an ``ExposureLog`` or None (requests are then not logged). ``refresh``: look for what other
-        processes appended before each request. ``owned``: ``close`` closes the stores too."""
+                 exposures: Any = None, max_candidates: int = 2000, share: bool = True,
+                 state_bytes: int = STATE_BYTES, refresh: bool = False, owned: bool = False):
+        """``exposures``: an ``ExposureLog`` or None (requests are then not logged). ``share``: the model's request side
+        once per request (else once per candidate, to compare); its states are kept in at most ``state_bytes``.
+        ``refresh``: look for what other processes appended before each request. ``owned``: ``close`` closes the stores
+        too."""
         from semel.examples.exposures import exposure_schema
         from semel.history import StoreError
         from semel.serving.schemas import is_string
 
         self.artifact, self.store, self.catalogue = artifact, store, catalogue
         self.clock = Clock()
-        self.max_candidates = max_candidates
+        self.max_candidates, self.share = max_candidates, share
+        self.states = StateCache(state_bytes if share and shares(artifact) else 0)
         self.user_type, self.item_type = store.schema.user_id, item_type(store, artifact.features.item)
         self._string_users, self._string_items = is_string(self.user_type), is_string(self.item_type)
         self._refresh, self._owned, self._closed = refresh, owned, False
@@ -59,7 +71,8 @@ class Predictor:
 
     @classmethod
     def load(cls, run: str | Path, store: str | Path | HistoryStore, *, mode: Literal["r", "a"] = "r",
-             log_exposures: bool = True, max_candidates: int = 2000) -> Predictor:
+             log_exposures: bool = True, max_candidates: int = 2000, share: bool = True,
+             state_bytes: int = STATE_BYTES) -> Predictor:
         """The model of ``run`` over ``store`` (a path, or an open handle that stays the caller's to close).
 
         ``mode="a"`` opens the store for appending, as the server does; ``"r"`` reads beside a writer and looks for its
@@ -89,8 +102,8 @@ class Predictor:
                 catalogue = opened.enter_context(HistoryStore.open(folder / "catalogue", mode=mode))
             _check_columns(run, artifact, store, catalogue)
             log = ExposureLog(folder / "exposures") if log_exposures else None
-            predictor = cls(artifact, store, catalogue, exposures=log, max_candidates=max_candidates,
-                            refresh=mode == "r", owned=owned)
+            predictor = cls(artifact, store, catalogue, exposures=log, max_candidates=max_candidates, share=share,
+                            state_bytes=state_bytes, refresh=mode == "r", owned=owned)
             opened.pop_all()
         return predictor
 
@@ -107,33 +120,45 @@ class Predictor:
         InvalidRequest (a ValueError) that names the field, NonFiniteScore if the model gives NaN or infinity,
         Overloaded if exposures cannot be written and too many wait.
         """
+        [result] = self.rank_together([RankRequest(user_id, candidates, context, limit, as_of)])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def rank_together(self, requests: Sequence[RankRequest]) -> list[RankResult | Exception]:
+        """``rank`` of several requests, scored as one batch: an answer each, which is what ``rank`` would have raised
+        where it is an exception. Their times are those of the batch."""
         started = time.perf_counter()
-        user_id = check_id(user_id, "user_id", self._string_users)
-        items = check_candidates(candidates, self._string_items, self.max_candidates)
-        context, limit = check_context(self._features, context), check_limit(limit)
+        answers: list[Any] = [None] * len(requests)
+        checked = []
         if self._refresh:
             self.store.refresh()
             if self.catalogue is not None:
                 self.catalogue.refresh()
-        now = self.clock.now()
-        as_of = check_as_of(as_of, now)
-        request_id = uuid.uuid4().hex
-        batch, pointer, catalogue_version, history_s = self._materialize(request_id, user_id, items, context, as_of)
+        for place, request in enumerate(requests):
+            try:
+                checked.append(self._check(place, request))
+            except InvalidRequest as error:
+                answers[place] = error
+        if not checked:
+            return answers
+        batch, versions, history_s = self._materialize(checked)
         ready = time.perf_counter()
-        scores = self._score(request_id, batch)
+        scores = self._score(batch)
         scored = time.perf_counter()
-        order = scores.order()
-        returned = len(order) if limit is None else min(limit, len(order))
-        if self._writer is not None:
-            self._writer.submit(self._exposure(request_id, pointer, catalogue_version, context, items, batch, scores,
-                                               order, returned, now))
-        best = order[:returned]
-        results = list(map(ScoredItem._make, zip(items[best].tolist(), scores.ranked_by[best].tolist(), strict=True)))
+        ends = batch.candidate_offsets.tolist()
+        for index, one in enumerate(checked):
+            try:
+                answers[one.place] = self._answer(one, index, batch, versions, scores.rows(*ends[index : index + 2]))
+            except (NonFiniteScore, Overloaded) as error:
+                answers[one.place] = error
         ended = time.perf_counter()
         timings = {"history": history_s, "features": ready - started - history_s, "model": scored - ready,
                    "total": ended - started}
-        return RankResult(request_id, self.model_version, pointer, results,
-                          {name: round(1e3 * seconds, 3) for name, seconds in timings.items()})
+        for answer in answers:
+            if isinstance(answer, RankResult):
+                answer.timings_ms.update({name: round(1e3 * seconds, 3) for name, seconds in timings.items()})
+        return answers
 
     def warm_up(self) -> None:
         """Score a made-up request, unlogged, so that the first real one does not pay for set-up and compilation."""
@@ -142,17 +167,19 @@ class Predictor:
         user = check_id("-" if self._string_users else 0, "user_id", self._string_users)
         items = check_candidates([f"-{n}" for n in range(64)] if self._string_items else list(range(-64, 0)),
                                  self._string_items, self.max_candidates + 64)
+        made_up = _Checked(0, "warm-up", user, items, {}, None, self.clock.now())
         for _ in range(2):
-            batch, *_ = self._materialize("warm-up", user, items, {}, self.clock.now())
-            self._score("warm-up", batch)
+            batch, *_ = self._materialize([made_up])
+            self._score(batch)
         with TemporaryDirectory() as folder, ExitStack() as opened:
             store = opened.enter_context(twin(self.store, Path(folder) / "events", user))
             catalogue = None
             if self.catalogue is not None:
                 catalogue = opened.enter_context(twin(self.catalogue, Path(folder) / "items", items[0]))
-            live = Predictor(self.artifact, store, catalogue, max_candidates=self.max_candidates)
-            batch, *_ = live._materialize("warm-up", user, items, {}, self.clock.now())
-            live._score("warm-up", batch)
+            live = Predictor(self.artifact, store, catalogue, share=self.share)
+            batch, *_ = live._materialize([replace(made_up, as_of=self.clock.now())])
+            live._score(batch)
+        self.states.clear()
 
     @property
     def pending_exposures(self) -> int:
@@ -193,43 +220,84 @@ class Predictor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _materialize(self, request_id: str, user_id: Id, items: np.ndarray, context: dict[str, Any],
-                     as_of: int) -> tuple[RequestBatch, Pointer, int, float]:
+    def _check(self, place: int, request: RankRequest) -> _Checked:
+        user_id = check_id(request.user_id, "user_id", self._string_users)
+        items = check_candidates(request.candidates, self._string_items, self.max_candidates)
+        context, limit = check_context(self._features, request.context), check_limit(request.limit)
+        now = self.clock.now()
+        as_of = check_as_of(request.as_of, now)
+        return _Checked(place, uuid.uuid4().hex, user_id, items, context, limit, as_of, now)
+
+    def _materialize(self, requests: Sequence[_Checked]) -> tuple[RequestBatch, int, float]:
+        """The batch, the version of the catalogue, and the seconds that the histories took."""
         from semel.batch import Jagged, RequestRows
         from semel.examples import materialize
         from semel.examples.context import context_columns
 
         before = time.perf_counter()
-        users = np.array([user_id], dtype=object if self._string_users else np.int64)
-        pointers = self.store.point(users, as_of)
+        users = np.array([one.user_id for one in requests], dtype=object if self._string_users else np.int64)
+        pointers = self.store.point(users, np.array([one.as_of for one in requests], np.int64))
         catalogue_version = self.catalogue.version if self.catalogue is not None else 0
         pointed = time.perf_counter() - before
-        rows = RequestRows(np.array([request_id], dtype=object), pointers, np.array([catalogue_version], np.int64),
-                           context_columns([context], self._features.request),
-                           Jagged(items, np.array([0, len(items)], np.int64)), {}, {})
+        items = [one.items for one in requests]
+        rows = RequestRows(np.array([one.request_id for one in requests], dtype=object), pointers,
+                           np.full(len(requests), catalogue_version, np.int64),
+                           context_columns([one.context for one in requests], self._features.request),
+                           Jagged(np.concatenate(items), offsets_of([len(own) for own in items])), {}, {})
         batch = materialize(rows, self._reads, self.catalogue, self._features, checksum=True)
-        pointer = Pointer(user_id, int(pointers.as_of[0]), int(pointers.version[0]))
-        return batch, pointer, catalogue_version, pointed + self._reads.seconds
+        return batch, catalogue_version, pointed + self._reads.seconds
 
-    def _score(self, request_id: str, batch: RequestBatch) -> Scores:
-        scores = score(self.artifact, batch)
+    def _score(self, batch: RequestBatch) -> Scores:
+        if not self.states.limit:
+            return score(self.artifact, batch, self.share)
+        parts = [batch] if batch.requests == 1 else [batch.slice(row, row + 1) for row in range(batch.requests)]
+        states = [self.states.get(state_key(part), partial(self._state, part)) for part in parts]
+        return score(self.artifact, batch, states=states)
+
+    def _state(self, batch: RequestBatch) -> Any:
+        return request_states(self.artifact, batch)[0]
+
+    def _answer(self, one: _Checked, index: int, batch: RequestBatch, catalogue_version: int,
+                scores: Scores) -> RankResult:
+        """The answer to request ``index`` of the batch, whose exposure is handed to the writer."""
         if not (np.isfinite(scores.logits).all() and np.isfinite(scores.tasks).all()):
-            raise NonFiniteScore(f"request {request_id}: the model {show(self.model_version)} gave NaN or infinity; "
-                                 "no score is made up for it. Check its weights and the request's numeric features")
-        return scores
-
-    def _exposure(self, request_id: str, pointer: Pointer, catalogue_version: int, context: dict[str, Any],
-                  items: np.ndarray, batch: RequestBatch, scores: Scores, order: np.ndarray, returned: int,
-                  now: int) -> Exposure:
-        history = batch.request["history"]
-        return Exposure(
-            request_id, *pointer, catalogue_version, context, items, scores.ranked_by, scores.tasks, order, returned,
-            self.model_version, int(batch.request["history_checksum"][0]) & 0xFFFF_FFFF_FFFF_FFFF,
-            int(history.offsets[-1]), 0 if history.status is None else int(history.status[0]), eager_path(), "cpu", now)
+            raise NonFiniteScore(f"request {one.request_id}: the model {show(self.model_version)} gave NaN or "
+                                 "infinity; no score is made up for it. Check its weights and the request's numeric "
+                                 "features")
+        order = scores.order()
+        returned = len(order) if one.limit is None else min(one.limit, len(order))
+        assert batch.pointers is not None
+        pointer = Pointer(one.user_id, one.as_of, int(batch.pointers.version[index]))
+        if self._writer is not None:
+            history = batch.request["history"]
+            self._writer.submit(Exposure(
+                one.request_id, *pointer, catalogue_version, one.context, one.items, scores.ranked_by, scores.tasks,
+                order, returned, self.model_version,
+                int(batch.request["history_checksum"][index]) & 0xFFFF_FFFF_FFFF_FFFF, int(history.lengths[index]),
+                0 if history.status is None else int(history.status[index]), path_name(self.share), "cpu", one.now,
+                Membership(batch.request_id[0], index, batch.requests, batch.candidates)))
+        best = order[:returned]
+        results = list(map(ScoredItem._make, zip(one.items[best].tolist(), scores.ranked_by[best].tolist(),
+                                                 strict=True)))
+        return RankResult(one.request_id, self.model_version, pointer, results, {})
 
     def _write(self, exposures: Sequence[Exposure]) -> list[None]:
         self._log.append(exposures_table(exposures, self._schema))
         return [None] * len(exposures)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A request that may be scored; ``place`` among those that came with it."""
+
+    place: int
+    request_id: str
+    user_id: Id
+    items: np.ndarray
+    context: dict[str, Any]
+    limit: int | None
+    as_of: int
+    now: int = 0
 
 
 class _TimedReads:

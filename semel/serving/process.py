@@ -12,19 +12,25 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from semel.serving.gate import check_binding
+
+if TYPE_CHECKING:
+    from semel.serving.predictor import Predictor
 
 GRACE_SECONDS = 30
 
 
 def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port: int = 8080, *,
                token: str | None = None, max_candidates: int = 2000, queue: int = 64, workers: int = 1,
-               threads: int = 1, body_limit: int = 1 << 20, ready: Callable[[str], None] | None = None) -> None:
+               threads: int = 1, share: bool = True, state_bytes: int = 256 << 20, body_limit: int = 1 << 20,
+               ready: Callable[[str], None] | None = None) -> None:
     """Serve ``run`` over ``store`` until SIGTERM or SIGINT, then finish what was accepted, write the exposures and
     return.
 
-    ``port`` 0 takes a free one. ``threads``: of torch, for each of the ``workers`` that score. ``ready`` gets the URL
+    ``port`` 0 takes a free one. ``threads``: of torch, for each of the ``workers`` that score. ``share``,
+    ``state_bytes``: as of ``Predictor``. ``ready`` gets the URL
     once requests are accepted. Raises ValueError (an address beyond loopback without a token, a store that does not fit
     the model), FileNotFoundError (no run, no store), OSError (the port is taken), StoreLocked (another writer).
     """
@@ -35,15 +41,20 @@ def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port
         raise ValueError(f"--threads must be at least 1, got {threads}")
     listener = _bind(host, port)
     with contextlib.closing(listener):
-        _serve(run, store, listener, token, max_candidates, queue, workers, threads, body_limit, ready)
+        def load() -> Predictor:
+            from semel.serving.predictor import Predictor
+
+            return Predictor.load(run, store, mode="a", max_candidates=max_candidates, share=share,
+                                  state_bytes=state_bytes)
+
+        _serve(load, listener, token, queue, workers, threads, body_limit, ready)
 
 
-def _serve(run: str | Path, store: str | Path, listener: socket.socket, token: str | None, max_candidates: int,
-           queue: int, workers: int, threads: int, body_limit: int, ready: Callable[[str], None] | None) -> None:
+def _serve(load: Callable[[], Predictor], listener: socket.socket, token: str | None, queue: int, workers: int,
+           threads: int, body_limit: int, ready: Callable[[str], None] | None) -> None:
     import torch
     import uvicorn
 
-    from semel.serving.predictor import Predictor
     from semel.serving.server import create_app
 
     class Server(uvicorn.Server):
@@ -67,7 +78,7 @@ def _serve(run: str | Path, store: str | Path, listener: socket.socket, token: s
 
     _log_to_stderr()
     torch.set_num_threads(threads)
-    with Predictor.load(run, store, mode="a", max_candidates=max_candidates) as predictor:
+    with load() as predictor:
         predictor.warm_up()
         app = create_app(predictor, token=token, queue=queue, workers=workers, body_limit=body_limit)
         gc.collect()

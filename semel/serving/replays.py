@@ -125,14 +125,14 @@ class _Again:
         done = 0
         # By path: to change the number of threads costs more than to score a batch.
         for path, batches in groupby(sorted(self._batches(), key=path_of), key=path_of):
-            with on_path(path):
+            with on_path(path) as share:
                 for members in batches:
-                    self._one(members, store, catalogue)
+                    self._one(members, store, catalogue, share)
                     done += len(members)
                     if progress is not None:
                         progress(done, len(self._rows))
 
-    def _one(self, members: np.ndarray, store: Any, catalogue: Any) -> None:
+    def _one(self, members: np.ndarray, store: Any, catalogue: Any, share: bool) -> None:
         """One logged batch: its rows, materialized and scored again together."""
         from semel.examples import materialize
 
@@ -142,7 +142,7 @@ class _Again:
         if device != "cpu":
             raise ValueError(f"exposures were scored on {device!r}; this version replays on 'cpu'")
         batch = materialize(self._rows.select(members), store, catalogue, self._artifact.features, checksum=True)
-        scores = score(self._artifact, batch).ranked_by
+        scores = score(self._artifact, batch, share).ranked_by
         checksums = batch.request["history_checksum"].numpy().view(np.uint64)
         status = batch.request["history"].status
         start = 0

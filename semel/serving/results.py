@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
 
 Id: TypeAlias = int | str
 
@@ -22,6 +27,17 @@ class Pointer(NamedTuple):
     user_id: Id
     as_of: int
     version: int
+
+
+@dataclass(frozen=True)
+class RankRequest:
+    """What ``Predictor.rank`` is asked."""
+
+    user_id: Id
+    candidates: Sequence[Id] | np.ndarray
+    context: dict[str, Any] | None = None
+    limit: int | None = None
+    as_of: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,24 @@
-"""From a request batch to scores: the one function that the server and the replay share."""
+"""From a request batch to scores: the one function that the server and the replay share.
+
+A model's request side is computed for each request alone, whoever else is in its batch, so that a state may come from a
+cache and stay the same to the bit. Candidates are scored together, and the exposure says with whom.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from semel.serving.broadcast import broadcast
+
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from semel.batch import RequestBatch
 
 
@@ -23,21 +31,45 @@ class Scores:
     tasks: np.ndarray
     logits: np.ndarray
 
-    def order(self, rows: slice = slice(None)) -> np.ndarray:
+    def order(self) -> np.ndarray:
         """Best first: by score, then by logit, then in the order of the request's candidates."""
-        return np.lexsort((-self.logits[rows], -self.ranked_by[rows]))
+        return np.lexsort((-self.logits, -self.ranked_by))
+
+    def rows(self, start: int, stop: int) -> Scores:
+        """Those of the candidates ``start`` to ``stop``."""
+        return Scores(self.ranked_by[start:stop], self.tasks[start:stop], self.logits[start:stop])
 
 
-def score(artifact: Any, batch: RequestBatch) -> Scores:
+def shares(artifact: Any) -> bool:
+    """Whether the model of ``artifact`` has a request side (``semel.models.states.Shared``). All of Semel's have."""
+    from semel.models.states import Shared
+
+    return isinstance(artifact.model, Shared)
+
+
+def request_states(artifact: Any, batch: RequestBatch) -> list[Any]:
+    """The state of each request, computed alone, in tensors that hold nothing else."""
+    import torch
+
+    from semel.models.states import take
+
+    with torch.inference_mode():
+        parts = [batch] if batch.requests == 1 else [batch.slice(row, row + 1) for row in range(batch.requests)]
+        return [take(artifact.model.request(part.request), 0, 1) for part in parts]
+
+
+def score(artifact: Any, batch: RequestBatch, share: bool = True, states: Sequence[Any] | None = None) -> Scores:
     """Run the model of ``artifact`` (``semel.models.ModelArtifact``) on ``batch`` without gradients.
 
-    A binary task's prediction is the sigmoid of its logit, a regression's and a next-item model's the output itself.
-    Raises ValueError for outputs that are not ``[C]`` or ``[C, tasks]``. NaN is the caller's to refuse.
+    ``share``: the request side once per request, from ``states`` (``request_states``) where they are given; else every
+    candidate is a request of its own. A binary task's prediction is the sigmoid of its logit, a regression's and a
+    next-item model's the output itself. Raises ValueError for outputs that are not ``[C]`` or ``[C, tasks]``. NaN is
+    the caller's to refuse.
     """
     import torch
 
     with torch.inference_mode():
-        logits = artifact.model(batch)
+        logits = _logits(artifact, batch, share, states)
         if logits.ndim == 1:
             logits = logits[:, None]
         tasks = artifact.features.tasks
@@ -56,29 +88,47 @@ def score(artifact: Any, batch: RequestBatch) -> Scores:
     return Scores(np.ascontiguousarray(values[:, 0]), values, raw)
 
 
-def eager_path() -> str:
+def _logits(artifact: Any, batch: RequestBatch, share: bool, states: Sequence[Any] | None) -> Tensor:
+    import torch
+
+    from semel.models.states import join
+
+    if not share:
+        parts = [artifact.model(part) for part in broadcast(batch)]
+        return torch.cat(parts) if parts else artifact.model(batch)
+    if not shares(artifact) or not batch.requests:
+        return artifact.model(batch)
+    if states is None:
+        states = request_states(artifact, batch)
+    state = states[0] if len(states) == 1 else join(states)
+    return artifact.model.score(state, batch.candidate, batch.candidate_offsets)
+
+
+def path_name(share: bool) -> str:
     """How scores are computed here, as exposures name it: with another number of threads the last bits may differ."""
     import torch
 
-    return f"eager threads={torch.get_num_threads()}"
+    return f"{'eager' if share else 'broadcast'} threads={torch.get_num_threads()}"
 
 
 @contextmanager
-def on_path(path: str) -> Iterator[None]:
-    """Compute as ``path`` (of an exposure) says. Raises ValueError for a path that this version does not have."""
+def on_path(path: str) -> Iterator[bool]:
+    """Compute as ``path`` (of an exposure) says; yields whether it shares. Raises ValueError for a path that this
+    version does not have."""
     import torch
 
-    match = re.fullmatch(r"eager(?: threads=(\d{1,4}))?", path)
+    match = re.fullmatch(r"(eager|broadcast)(?: threads=(\d{1,4}))?", path)
     if match is None:
-        raise ValueError(f"exposures were scored on path {path!r}, which this version does not have; it has 'eager'")
+        raise ValueError(f"exposures were scored on path {path!r}, which this version does not have; it has 'eager' "
+                         "and 'broadcast'")
     before = torch.get_num_threads()
-    wanted = int(match[1]) if match[1] else before
+    wanted = int(match[2]) if match[2] else before
     if wanted < 1:
         raise ValueError(f"exposures were scored on path {path!r}: no such number of threads")
     try:
         if wanted != before:
             torch.set_num_threads(wanted)
-        yield
+        yield match[1] == "eager"
     finally:
         if wanted != before:
             torch.set_num_threads(before)

@@ -130,6 +130,10 @@ class Service:
         watch("semel_rank_inside", "Requests being scored or waiting for it", lambda: self.admission.inside)
         watch("semel_exposures_pending", "Exposures that are not on disk yet", lambda: predictor.pending_exposures)
         watch("semel_exposures_lost", "Exposures that could not be written", lambda: predictor.lost_exposures)
+        states = predictor.states
+        watch("semel_state_hits", "Requests whose state was kept", lambda: states.hits)
+        watch("semel_state_misses", "Requests whose state was computed", lambda: states.misses)
+        watch("semel_state_bytes", "Bytes of the request states that are kept", lambda: states.bytes)
         watch("semel_store_version", "Version of the event store", lambda: predictor.store.version)
         if predictor.catalogue is not None:
             catalogue = predictor.catalogue
