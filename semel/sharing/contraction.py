@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from semel.sharing.axes import Axis, size_of
@@ -206,12 +207,12 @@ def _nested(emit: Emitter, products: Products, keep: Sequence[Axis], make: Any) 
             if any(axis in keep for axis in factor.axes):  # others stand between two factors, which cannot wait apart
                 key = (factor.node, factor.axes)
                 uses[key] = uses.get(key, 0) + 1
-    key = max(uses, key=lambda k: uses[k]) if uses else None
-    if uses.get(key, 0) < 2:
+    shared = max(uses, key=lambda k: uses[k]) if uses else None
+    if uses.get(shared, 0) < 2:
         return _expanded(emit, products, keep, make)
     inside, outside, first = [], [], None
     for factors, scale in products:
-        at = next((i for i, f in enumerate(factors) if (f.node, f.axes) == key), None)
+        at = next((i for i, f in enumerate(factors) if (f.node, f.axes) == shared), None)
         if at is None or len(factors) == 1:
             outside.append((factors, scale))
         else:
@@ -241,10 +242,11 @@ def contract_sum(emit: Emitter, terms: Sequence[Term], out: tuple[Axis, ...], ma
         if len(group) == 1 or group[0].stage < Stage.CANDIDATE:
             parts += [(contract(emit, term.factors, out, make), term.scale) for term in group]
             continue
+        products = [(term.factors, term.scale) for term in group]
         parts.append((emit.cheapest([
-            lambda g=group: _operator(emit, g, out, _nested, make),
-            lambda g=group: _operator(emit, g, out, _expanded, make),
-            lambda g=group: _expanded(emit, [(term.factors, term.scale) for term in g], out, make),
+            partial(_operator, emit, group, out, _nested, make),
+            partial(_operator, emit, group, out, _expanded, make),
+            partial(_expanded, emit, products, out, make),
         ]), 1.0))
     return _add(emit, parts, out, make)
 

@@ -86,7 +86,7 @@ class Emitter:
             self._uniform[node] = float(value.reshape(-1)[0]) if same else None
         return self._uniform[node]
 
-    def call(self, target: Callable[..., Any], *args: Any, stage: Stage | None = None, flops: int = 0,
+    def call(self, target: Any, *args: Any, stage: Stage | None = None, flops: int = 0,
              **kwargs: Any) -> fx.Node:
         """``flops``: a row's floating-point operations, two a multiply-add."""
         key = (target, _frozen(args), _frozen(kwargs), stage)
@@ -103,7 +103,7 @@ class Emitter:
         return node
 
     def cheapest(self, ways: Sequence[Callable[[], Any]]) -> Any:
-        """The result of the way whose calls cost least; the calls of the others are taken back. One that gives None is no
+        """The result of the way whose calls cost least; the calls of the others are taken back. None is no
         way."""
         found = None
         for way in ways if len(ways) > 1 else ():

@@ -216,7 +216,8 @@ class Expression:
             return Expression.of(factor, dtype, out)
         return Expression(out, (Term((factor,), scale),), dtype).settle(emit)
 
-    def _into_states(self, emit: Emitter, other: Expression, out: tuple[Axis, ...], dtype: torch.dtype) -> Expression | None:
+    def _into_states(self, emit: Emitter, other: Expression, out: tuple[Axis, ...],
+                     dtype: torch.dtype) -> Expression | None:
         """The product by a candidate's few numbers (a gate, a norm), which commutes with the request's operators: it
         multiplies what they are applied to. None where that would make those larger than the value itself."""
         if not any(f.stage == Stage.REQUEST for term in self.terms for f in term.factors):

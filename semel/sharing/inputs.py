@@ -85,18 +85,12 @@ class Signature:
                 want = ", ".join(["rows", *map(str, shape[1:])])
                 raise SharingError(f"{stage} input {item.name!r} has shape {list(tensor.shape)}, it must be [{want}]")
             if tensor.dtype != item.dtype:
-                raise SharingError(f"{stage} input {item.name!r} has dtype {tensor.dtype}, it must be {item.dtype} as in "
-                                   "example_inputs")
-            if tensor.dtype != item.dtype and not (_is_index(tensor.dtype) and _is_index(item.dtype)):
-                raise SharingError(f"{stage} input {item.name!r} has dtype {tensor.dtype}, the example had {item.dtype}")
+                raise SharingError(f"{stage} input {item.name!r} has dtype {tensor.dtype}, it must be {item.dtype} as "
+                                   "in example_inputs")
             if count >= 0 and len(tensor) != count:
                 raise SharingError(f"{stage} input {item.name!r} has {len(tensor)} rows, the inputs before it {count}")
             count = len(tensor)
         return flat, max(count, 0)
-
-
-def _is_index(dtype: torch.dtype) -> bool:
-    return dtype in (torch.int64, torch.int32)
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +155,7 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         rows = ", ".join(f"{item.name} {item.shape[0]}" for item in inputs)
         raise SharingError(f"example inputs have different batch sizes ({rows}); give every input one row a candidate")
     if min(sizes) < 2:
-        raise SharingError(f"example inputs have {min(sizes)} row; give at least two, so that the batch can be told apart")
+        raise SharingError(f"example inputs have {min(sizes)} row; give at least two, so that the batch is told apart")
     return Signature(tuple(inputs), spec, fixed)
 
 

@@ -1,7 +1,7 @@
 """Walks a model's graph and gives every node a value: by its rule, else for every candidate.
 
 The default is to broadcast: all arguments are spread to the candidates and the operator runs as the model wrote it.
-A rule may do better; where it has no proof it raises ``Unproved`` and the default is taken. A wrong number is never possible.
+A rule may do better; where it has no proof it raises ``Unproved`` and the default is taken.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -31,8 +31,8 @@ _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_co
 def rule(*targets: Any) -> Callable[[Any], Any]:
     """Registers ``function(rewriter, node, *args, **kwargs)`` for operators of the exported graph.
 
-    Arguments are those of the operator with a ``Value`` for every tensor; it returns a Value (or a list of them) or raises
-    Unproved. A keyword that the function does not name is refused.
+    Arguments are those of the operator with a ``Value`` for every tensor; it returns a Value (or a list of them), or
+    raises Unproved. A keyword that the function does not name is refused.
     """
     def register(function: Any) -> Any:
         for target in targets:
@@ -70,7 +70,7 @@ class Rewriter:
         self.emit.origin = node
         if node.target is operator.getitem:
             source, index = node.args
-            found = self.values[source]
+            found = self.values[cast(fx.Node, source)]
             if isinstance(found, Opaque):
                 return self.broadcast(node)
             return found[index]
@@ -123,8 +123,8 @@ class Rewriter:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return None
         with torch.no_grad():
-            known = node.target(*fx.map_arg(node.args, lambda n: self.values[n].known),
-                                **fx.map_arg(node.kwargs, lambda n: self.values[n].known))
+            known = cast(Any, node.target)(*fx.map_arg(node.args, lambda n: self.values[n].known),
+                                           **fx.map_arg(node.kwargs, lambda n: self.values[n].known))
         return self.known(known)
 
     def known(self, tensor: Tensor) -> Value:
@@ -139,7 +139,7 @@ class Rewriter:
         if isinstance(value, (int, float, bool)):
             return value
         try:
-            size, batched = self.model.size(value)
+            size, _ = self.model.size(value)
         except (SharingError, AttributeError) as error:
             raise SharingError(f"{argument.name} follows the batch size in a way that cannot be shared "
                                f"({place(argument)})") from error
@@ -152,7 +152,7 @@ class Rewriter:
         return self.whole(node, Stage.CANDIDATE)
 
     def whole(self, node: fx.Node, stage: Stage) -> Any:
-        """The operator as the model has it, on whole tensors with the rows of ``stage``; parameters alone stay constant."""
+        """The operator as the model has it, on whole tensors with the rows of ``stage``; parameters stay constant."""
         found = [self.values.get(n) for n in node.all_input_nodes]
         flat = [item for value in found for item in (value if isinstance(value, list) else [value])]
         shapes = [node.meta["val"]] if isinstance(node.meta["val"], Tensor) else \
@@ -198,7 +198,7 @@ class Rewriter:
         if not batched:
             if value.numel() == 0:
                 return Opaque(made)
-            raise SharingError(f"{node.name} mixes the rows of a batch, so that a score depends on the other candidates "
+            raise SharingError(f"{node.name} mixes the rows of a batch, so that a score depends on other candidates "
                                f"({place(node)}); compute it a row, or outside the model")
         if len(batched) > 1 or shape[batched[0]][0] != 1:
             return Opaque(made)
@@ -261,7 +261,8 @@ def interpret(model: ModelGraph, signature: Signature, tensors: Callable[[str], 
             if frozen and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
                 rewriter.values[node] = rewriter.known(tensor)
             else:
-                rewriter.values[node] = _constant(rewriter, emit.placeholder(f"parameter:{name}", Stage.CONSTANT), tensor)
+                made = emit.placeholder(f"parameter:{name}", Stage.CONSTANT)
+                rewriter.values[node] = _constant(rewriter, made, tensor)
         elif node.name in model.lifted:
             rewriter.values[node] = rewriter.known(model.lifted[node.name])
         elif isinstance(value, Tensor):

@@ -43,7 +43,7 @@ copy: Any = intrinsic(_copy)
 
 
 def _gather(fields: Any, kind: int, n: int, out: int) -> int:
-    """``fields`` [6, F]: address, bytes a row, rows and bytes wanted of each table; address of its first index, and bytes
+    """``fields`` [6, F]: address, bytes a row, rows and bytes wanted of each table; address of its first index, bytes
     to the next. ``kind``: of the indices. Writes to ``out``; gives the field of the first wrong index, or -1."""
     to = out
     for row in range(n):

@@ -11,7 +11,7 @@ import math
 import operator as operator_module
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -103,20 +103,21 @@ def _lowered(graph: fx.Graph, node: fx.Node, local: Any, given: Any, single: boo
     def call(target: Any, *args: Any) -> fx.Node:
         return graph.call_function(target, args)
 
+    arguments: tuple[Any, ...] = node.args
     if node.target is rows:
         if node.args[0] == Stage.CANDIDATE:
             return call(aten.sym_size.int, given(OWNER), 0)
         return 1 if single else call(aten.sym_size.int, given(TABLE), 0)  # type: ignore[return-value]
     if node.target is spread:
-        x, rank = local(node.args[0]), node.args[1]
+        x, rank = local(arguments[0]), arguments[1]
         if single:
             return call(aten.expand.default, x, [call(aten.sym_size.int, given(OWNER), 0), *([-1] * (rank - 1))])
         return call(aten.index_select.default, x, 0, given(OWNER))
     if node.target is apply:
-        operator, state, equation, shape = node.args
+        operator, state, equation, shape = arguments
         return _apply(graph, local(operator), local(state), equation, shape, given, single)
     args, kwargs = fx.map_arg(node.args, local), fx.map_arg(node.kwargs, local)
-    made = graph.call_function(node.target, args, kwargs)
+    made = graph.call_function(cast(Any, node.target), args, kwargs)
     made.meta["index_axes"] = node.meta.get("index_axes")
     return made
 

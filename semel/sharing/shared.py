@@ -170,7 +170,7 @@ class SharedModel(Scoring, _Bank):
         return nearest(choices, candidates // max(requests, 1)).way
 
     def choose(self, sizes: Sequence[int]) -> None:
-        """Times the ways on rows of the example inputs, for ``sizes`` of candidates a request, and keeps the fastest."""
+        """Times the ways on rows of the example inputs, for ``sizes`` of candidates a request; keeps the fastest."""
         self.choices = {}
         found: dict[tuple[str, bool], list[Choice]] = {}
         for many in (False, True):

@@ -1,6 +1,6 @@
 """A value of the exported graph: logical axes, and one expression for every combination of blocks.
 
-Functions here take an ``Emitter`` first and return new values; nothing is changed in place. ``Unproved`` is raised where
+Functions here take an ``Emitter`` first and return new values; none changes in place. ``Unproved`` is raised where
 a case is not covered, and the operator is then computed for every candidate.
 """
 
@@ -26,8 +26,8 @@ MOST_BLOCKS = 12
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """``groups``: logical axes. ``parts``: by the block of each mixed axis. ``known``: the tensor itself where the graph
-    computes it from nothing but numbers."""
+    """``groups``: logical axes. ``parts``: by the block of each mixed axis. ``known``: the tensor itself where the
+    graph computes it from nothing but numbers."""
 
     groups: tuple[Group, ...]
     parts: Mapping[Key, Expression]
@@ -109,7 +109,8 @@ def copied(value: Value, axes: Sequence[Axis]) -> Value:
     names: dict[Axis, Axis] = {}
     for axis in axes:
         if axis is not BATCH:
-            names[axis] = Axis(axis.size, tuple(Block(b.positions, tuple(Axis(a.size) for a in b.axes)) for b in axis.blocks))
+            blocks = tuple(Block(b.positions, tuple(Axis(a.size) for a in b.axes)) for b in axis.blocks)
+            names[axis] = Axis(axis.size, blocks)
     return renamed(value, names)
 
 
@@ -119,7 +120,7 @@ def names(axes: Iterable[Axis]) -> set[Axis]:
 
 
 def apart(values: Sequence[Value]) -> list[Value]:
-    """Values of one rank in which an axis is at most at one place: ``x[:, :, None] * x[:, None, :]`` has two of each."""
+    """Values of one rank in which an axis is at most at one place: ``x[:, :, None] * x[:, None, :]`` has two."""
     out: list[Value] = []
     for value in values:
         for dim, group in enumerate(value.groups):
@@ -155,7 +156,8 @@ def fuse(emit: Emitter, value: Value, axis: Axis) -> Value:
             node = emit.spread(node, stage, 1 + len(factor.axes))
             lead = int(stage != Stage.CONSTANT)
             if len(block.axes) != 1:
-                node = emit.reshape(node, [*(a.size for a in before), len(block.positions), *(a.size for a in after)], lead)
+                shape = [*(a.size for a in before), len(block.positions), *(a.size for a in after)]
+                node = emit.reshape(node, shape, lead)
             pieces.append(node)
             positions.append(block.positions)
         dim = int(stage != Stage.CONSTANT) + len(before)
@@ -293,9 +295,9 @@ def take(emit: Emitter, value: Value, dim: int, positions: np.ndarray) -> Value:
             table = positions.reshape(-1, inside)
             if (table == table[:, :1] + np.arange(inside)).all() and not (table[:, 0] % inside).any():
                 first = value.with_groups([*value.groups[:dim], group[:1], *value.groups[dim + 1 :], group[1:]])
-                part = take(emit, first, dim, table[:, 0] // inside)
-                return part.with_groups([*part.groups[:dim], part.groups[dim] + part.groups[-1],
-                                         *part.groups[dim + 1 : -1]])
+                some = take(emit, first, dim, table[:, 0] // inside)
+                return some.with_groups([*some.groups[:dim], some.groups[dim] + some.groups[-1],
+                                         *some.groups[dim + 1 : -1]])
         value = merged(value, dim)
         group = value.groups[dim]
     (axis,) = group
@@ -303,7 +305,8 @@ def take(emit: Emitter, value: Value, dim: int, positions: np.ndarray) -> Value:
         new = Axis(len(positions))
         taken = mapped(value, lambda part: part.take(emit, axis, positions, new))
         return taken.with_groups([*value.groups[:dim], (new,), *value.groups[dim + 1 :]])
-    blocks, parts = [], {}
+    blocks: list[Block] = []
+    parts: dict[Key, Expression] = {}
     new = Axis(len(positions))
     for number, block in enumerate(axis.blocks):
         local = np.full(axis.size, -1)
@@ -364,7 +367,8 @@ def select(emit: Emitter, value: Value, dim: int, position: int) -> Value:
             parts = {}
             for key, part in value.parts.items():
                 if (axis, number) in key:
-                    for a, at in zip(block.axes, np.unravel_index(int(found[0]), [a.size for a in block.axes]), strict=True):
+                    place = np.unravel_index(int(found[0]), [a.size for a in block.axes])
+                    for a, at in zip(block.axes, place, strict=True):
                         part = part.drop(emit, a, int(at))
                     parts[key - {(axis, number)}] = part
             return Value(tuple(rest), parts, value.dtype)
@@ -514,7 +518,8 @@ def _recut(emit: Emitter, value: Value, axis: Axis, wanted: Sequence[np.ndarray]
     if any(len(block.axes) != 1 for block in axis.blocks):
         value, axis = _flat_blocks(emit, value, axis)
     new = Axis(axis.size)
-    blocks, parts = [], {}
+    blocks: list[Block] = []
+    parts: dict[Key, Expression] = {}
     for positions in wanted:
         number = next(n for n, block in enumerate(axis.blocks) if np.isin(positions[0], block.positions))
         block = axis.blocks[number]
@@ -722,7 +727,7 @@ def _joined(emit: Emitter, stages: Sequence[Stage], items: Sequence[tuple[np.nda
 
 # ---------------------------------------------------------------------------------------------- the tensor itself
 def materialize(emit: Emitter, value: Value, stage: Stage | None = None) -> fx.Node:
-    """The logical tensor with the rows of ``stage`` (its own where that is later), constants without a batch as they are."""
+    """The logical tensor with the rows of ``stage`` (its own where that is later); constants without a batch stay."""
     value = fused(emit, value)
     factor = full(emit, value.only.leaf(emit), [axis for axis in value.axes if axis is not BATCH])
     if not value.batched:

@@ -150,7 +150,8 @@ def perturbations(shared: SharedModel, drawing: Drawing, offsets: Sequence[int],
     other_request, other_candidate = sides(shared, drawing, offsets)
     j, r = offsets[-1] // 2, len(offsets) - 2
     still = torch.arange(offsets[-1]) != j
-    changes = [(f"changing candidate {j}", request, _with_row(candidate, other_candidate, j), still)]
+    changes: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor], Tensor]] = [
+        (f"changing candidate {j}", request, _with_row(candidate, other_candidate, j), still)]
     if offsets[r] > 0:
         changes.append((f"changing request {r}", _with_row(request, other_request, r), candidate,
                         torch.arange(offsets[-1]) < offsets[r]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -17,7 +17,7 @@ from semel.sharing.values import Value
 def embedding(w: Rewriter, node: fx.Node, table: Value, index: Value, padding_idx: int = -1,
               scale_grad_by_freq: bool = False, sparse: bool = False) -> Value:
     weight = w.emit.call(aten.reshape.default, table.only.leaf(w.emit).node, [s for s, _ in w.model.shape(
-        node.args[0].meta["val"])]) if any(not g for g in table.groups) else table.only.leaf(w.emit).node
+        cast(fx.Node, node.args[0]).meta["val"])]) if any(not g for g in table.groups) else table.only.leaf(w.emit).node
     size = w.shape(node)[-1][0]
     new = (Axis(size),) if size != 1 else ()
     parts: dict[Any, Expression] = {}

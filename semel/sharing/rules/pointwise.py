@@ -1,4 +1,4 @@
-"""Operators that look at one element of each argument: sums and products stay open, the rest is computed block by block."""
+"""Operators that look at one element of each argument: sums and products stay open, others are computed by block."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def elementwise(w: Rewriter, node: fx.Node, args: Any, kwargs: Any, shortcut: Sh
 def _open(w: Rewriter, node: fx.Node, *values: Any) -> bool:
     """Whether a sum or product may stay open: floating point throughout."""
     return w.dtype(node).is_floating_point and all(
-        not isinstance(v, Value) or v.dtype == w.dtype(node) or (v.dtype.is_floating_point and not v.groups) for v in values)
+        not isinstance(v, Value) or v.dtype == w.dtype(node) or (v.dtype.is_floating_point and not v.groups)
+        for v in values)
 
 
 @rule(aten.add.Tensor, aten.add.Scalar)
@@ -194,7 +195,8 @@ def cast(w: Rewriter, a: Value, dtype: Any) -> Value:
 
 def _cast(w: Rewriter, part: Expression, dtype: Any) -> Expression:
     factor = part.leaf(w.emit)
-    return Expression.of(Factor(w.emit.call(aten._to_copy.default, factor.node, dtype=dtype), factor.axes), dtype, part.axes)
+    made = w.emit.call(aten._to_copy.default, factor.node, dtype=dtype)
+    return Expression.of(Factor(made, factor.axes), dtype, part.axes)
 
 
 @rule(aten.native_dropout.default)
@@ -264,9 +266,6 @@ def filled(w: Rewriter, node: fx.Node, value: float) -> Value:
     number = w.emit.constant(torch.tensor(value, dtype=w.dtype(node)))
     groups = []
     for size, batched in w.shape(node):
-        axes = [BATCH] if batched else []
-        if size != 1:
-            axes.append(Axis(size))
-        groups.append(tuple(axes))
+        groups.append(((BATCH,) if batched else ()) + ((Axis(size),) if size != 1 else ()))
     axes = tuple(axis for group in groups for axis in group if axis is not BATCH)
     return Value(tuple(groups), {frozenset(): Expression.of(Factor(number, ()), w.dtype(node), axes)}, w.dtype(node))

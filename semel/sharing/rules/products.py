@@ -101,8 +101,8 @@ def conv1d(w: Rewriter, node: fx.Node, x: Value, weight: Value, bias: Value | No
 
     if size_of(weight.groups[2]) != 1 or list(stride) != [1] or list(padding) != [0] or groups != 1:
         return whole_first(w, node, x, weight)
-    out = contract(w.emit, x, select(w.emit, weight, 2, 0) if weight.groups[2] else weight.with_groups(weight.groups[:2]),
-                   [(1, 1)], w.dtype(node))
+    matrix = select(w.emit, weight, 2, 0) if weight.groups[2] else weight.with_groups(weight.groups[:2])
+    out = contract(w.emit, x, matrix, [(1, 1)], w.dtype(node))
     out = out.with_groups([out.groups[0], out.groups[2], out.groups[1]])
     if bias is None:
         return out

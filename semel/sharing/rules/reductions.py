@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import fx
@@ -88,11 +88,12 @@ def softmax(w: Rewriter, node: fx.Node, a: Value, dim: int, dtype: Any = None) -
 def softmax_(w: Rewriter, node: fx.Node, a: Value, dim: int, half_to_float: bool) -> Value:
     if not half_to_float and "log" not in str(node.target):
         return softmaxed(w, a, _dims(a, dim)[0])
-    return along(w, node, a, _dims(a, dim), True, lambda n, d: w.emit.call(node.target, n, d, half_to_float), shape=True)
+    return along(w, node, a, _dims(a, dim), True, lambda n, d: w.emit.call(node.target, n, d, half_to_float),
+                 shape=True)
 
 
 def softmaxed(w: Rewriter, a: Value, dim: int) -> Value:
-    """Softmax along a logical axis. Along a mixed one, blocks that a mask hides get no weight and are not looked at, and
+    """Softmax along a logical axis. Along a mixed one, blocks that a mask hides get no weight and are not read, and
     the request's own block is weighed once a request.
 
     With e the request's scores and c the candidate's, softmax([e, c]) = [softmax(e) f, g] where [f, g] =
@@ -193,7 +194,8 @@ def cumsum(w: Rewriter, node: fx.Node, a: Value, dim: int, *, dtype: Any = None)
 
 @rule(aten.amax.default, aten.amin.default, aten.logsumexp.default)
 def amax(w: Rewriter, node: fx.Node, a: Value, dim: Any = (), keepdim: bool = False) -> Value:
-    return along(w, node, a, _dims(a, list(dim) if dim else None), keepdim, lambda n, d: w.emit.call(node.target, n, [d], False))
+    dims = _dims(a, list(dim) if dim else None)
+    return along(w, node, a, dims, keepdim, lambda n, d: w.emit.call(node.target, n, [d], False))
 
 
 @rule(aten.prod.dim_int, aten.any.dim, aten.all.dim, aten.argmax.default, aten.argmin.default)
@@ -202,12 +204,15 @@ def prod(w: Rewriter, node: fx.Node, a: Value, dim: Any = None, keepdim: bool = 
 
 
 @rule(aten.var.correction, aten.std.correction)
-def var(w: Rewriter, node: fx.Node, a: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
-    return along(w, node, a, _dims(a, dim), keepdim, lambda n, d: w.emit.call(node.target, n, [d], correction=correction))
+def var(w: Rewriter, node: fx.Node, a: Value, dim: Any = None, *, correction: Any = None,
+        keepdim: bool = False) -> Value:
+    return along(w, node, a, _dims(a, dim), keepdim,
+                 lambda n, d: w.emit.call(node.target, n, [d], correction=correction))
 
 
 @rule(aten.linalg_vector_norm.default)
-def vector_norm(w: Rewriter, node: fx.Node, a: Value, order: float = 2, dim: Any = None, keepdim: bool = False) -> Value:
+def vector_norm(w: Rewriter, node: fx.Node, a: Value, order: float = 2, dim: Any = None,
+                keepdim: bool = False) -> Value:
     return along(w, node, a, _dims(a, dim), keepdim, lambda n, d: w.emit.call(node.target, n, order, [d], False))
 
 
@@ -215,7 +220,7 @@ def vector_norm(w: Rewriter, node: fx.Node, a: Value, order: float = 2, dim: Any
 def max_dim(w: Rewriter, node: fx.Node, a: Value, dim: int, keepdim: bool = False) -> Any:
     import operator
 
-    values = along(w, node.args[0], a, _dims(a, dim), keepdim,
+    values = along(w, cast(fx.Node, node.args[0]), a, _dims(a, dim), keepdim,
                    lambda n, d: w.emit.call(operator.getitem, w.emit.call(node.target, n, d, False), 0))
     return [values, None]
 

@@ -88,18 +88,21 @@ def repeat(w: Rewriter, node: fx.Node, a: Value, repeats: Any) -> Value:
 
 
 @rule(aten.repeat_interleave.self_int)
-def repeat_interleave(w: Rewriter, node: fx.Node, a: Value, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Value:
+def repeat_interleave(w: Rewriter, node: fx.Node, a: Value, repeats: Any, dim: Any = None, *,
+                      output_size: Any = None) -> Value:
     if dim is None or a.groups[dim]:
         raise Unproved("it repeats an axis")
     return expand(w, node, a, None)
 
 
 @rule(aten.slice.Tensor)
-def slice_(w: Rewriter, node: fx.Node, a: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
+def slice_(w: Rewriter, node: fx.Node, a: Value, dim: int = 0, start: Any = None, end: Any = None,
+           step: int = 1) -> Value:
     dim %= len(a.groups)
     group = a.groups[dim]
     if isinstance(start, fx.Node) or isinstance(end, fx.Node) or BATCH in group:
-        if start in (None, 0) and step == 1 and w.shape(node)[dim] == (size_of(x for x in group if x is not BATCH), True):
+        whole = (size_of(x for x in group if x is not BATCH), True)
+        if start in (None, 0) and step == 1 and w.shape(node)[dim] == whole:
             return a
         raise MixesRows("it selects rows of the batch")
     size = size_of(group)
