@@ -104,7 +104,7 @@ class Rewriter:
                                f"depends on the other candidates; compute it a row, or outside the model{_at(node)}"
                                ) from None
         except Unproved as reason:
-            if random and not self.training:
+            if random and not self.training and _draws(node):
                 raise SharingError(f"{node.name} ({node.target}) draws random numbers; call eval(), or draw them "
                                    f"outside the model{_at(node)}") from None
             if any((isinstance(a, Value) and a.batched and a.stage == Stage.REQUEST) or
@@ -219,6 +219,16 @@ def compact(emit: Emitter, node: fx.Node, sizes: Sequence[int], lead: int = 0) -
 def _at(node: fx.Node) -> str:
     where = place(node)
     return f" ({where})" if where else ""
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator that may draw random numbers does: not with dropout of nothing, nor in eval mode."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if "train" in given or "training" in given:
+        return bool(given.get("train", given.get("training")))
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def _flat(value: Any) -> list[Any]:

@@ -116,12 +116,12 @@ class Layer(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
     def masked_attention(self, x: Tensor, x0: Tensor) -> Tensor:
-        """Two heads, folded into the batch; a field sees those before it."""
-        heads = [torch.cat((x @ w).split(WIDTH // 2, 2), 0) for w in (self.w, self.b, self.u)]
-        scores = heads[0] @ heads[1].transpose(1, 2)
+        """Two heads, put before the batch; a field sees those before it."""
+        heads = [torch.stack((x @ w).split(WIDTH // 2, 2)) for w in (self.w, self.b, self.u)]
+        scores = heads[0] @ heads[1].transpose(2, 3)
         mask = torch.ones(self.fields, self.fields, dtype=torch.bool).tril()
         weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
-        return torch.cat((weights @ heads[2]).split(x.shape[0], 0), 2)
+        return torch.cat((weights @ heads[2]).unbind(0), 2)
 
     def silu_attention(self, x: Tensor, x0: Tensor) -> Tensor:
         return nn.functional.silu((x @ self.w) @ (x @ self.b).transpose(1, 2)) @ (x @ self.u) / self.fields

@@ -137,5 +137,5 @@ def test_constant_work_is_apart() -> None:
 
 
 def test_a_model_along_the_batch_is_refused() -> None:
-    with pytest.raises(SharingError, match=r"softmax works along the rows.*torch.softmax\(user \+ item, 0\)"):
+    with pytest.raises(SharingError, match=r"softmax .*mixes the rows.*torch.softmax\(user \+ item, 0\)"):
         share(Listwise(), (normal(2, 4), normal(2, 4)), request_inputs=("user",))
