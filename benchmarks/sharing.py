@@ -156,6 +156,7 @@ class Compared:
         self.run_tile = compiled(self.tile, compile_both) if self.tile else None
         if compile_both:
             self.shared.compile()
+            self.shared.choose()        # the ways again, compiled
         self.run_shared = self.shared
         self.run_score = self.shared.score
 

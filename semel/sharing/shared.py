@@ -74,6 +74,7 @@ class SharedModel(Scoring, _Bank):
         self._example = (args, dict(kwargs))
         self._forms: dict[bool, _Form] = {}
         self._compile_options: dict[str, Any] | None = None
+        self._compiled_original: list[Any] = []  # in a list, as the original
         self.training = model.training
         self._bind()
         self._form()
@@ -81,8 +82,9 @@ class SharedModel(Scoring, _Bank):
     def _bind(self) -> None:
         """Takes the model's parameters and buffers for its own."""
         persistent = set(self.original.state_dict(keep_vars=True))
+        self._bound: list[tuple[dict[str, Any], str, Tensor]] = []
         for name, parameter in self.original.named_parameters(remove_duplicate=False):
-            _place(self, name, parameter, False)
+            self._bound.append((*_place(self, name, parameter, False), parameter))
         for name, buffer in self.original.named_buffers(remove_duplicate=False):
             _place(self, name, buffer, name in persistent)
 
@@ -104,12 +106,19 @@ class SharedModel(Scoring, _Bank):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the graphs behind, which are made again when needed."""
-        return {**self.__dict__, "_forms": {}}
+        return {**self.__dict__, "_forms": {}, "_bound": [], "_compiled_original": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()
 
     def compile(self, **options: Any) -> None:
         """``torch.compile`` for each stage, in place and when first used; ``options`` are its. R and C are dynamic: a
-        stage is compiled once, and once more for a single candidate."""
+        stage is compiled once, and once more for a single candidate. Which way was fastest before says nothing now: the
+        shared form is taken, until ``choose`` has timed the compiled ways."""
         self._compile_options = options
+        self._compiled_original = []
+        self.choices = {}
         for form in self._forms.values():
             form.compile(options)
 
@@ -155,22 +164,29 @@ class SharedModel(Scoring, _Bank):
         """The unmodified model, its request inputs repeated for every candidate."""
         request, requests = self.signature.collect(request_inputs, Stage.REQUEST)
         candidate, count = self.signature.collect(candidate_inputs, Stage.CANDIDATE)
-        return self._broadcast(request, candidate, check_offsets(candidate_offsets, requests, count))
-
-    def _broadcast(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
+        offsets = check_offsets(candidate_offsets, requests, count)
         args, kwargs = self.signature.call(self.repeated(request, candidate, offsets))
         return self.original(*args, **kwargs)
+
+    def _broadcast(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
+        if self._compile_options is not None and not self._compiled_original:
+            self._compiled_original = [torch.compile(self.original, **{"dynamic": True, **self._compile_options})]
+        args, kwargs = self.signature.call(self.repeated(request, candidate, offsets))
+        return (self._compiled_original or self._original)[0](*args, **kwargs)
 
     def way(self, requests: int, candidates: int, what: str) -> str:
         if self.training:
             return SHARED  # one pass: a buffer that the model updates is updated once
         choices = self.choices.get((what, requests != 1), ())
-        if not choices or not candidates:
-            return super().way(requests, candidates, what)
-        return nearest(choices, candidates // max(requests, 1)).way
+        way = nearest(choices, candidates // max(requests, 1)).way if choices and candidates else ""
+        if not way or (way == ORIGINAL and any(held[name] is not tensor for held, name, tensor in self._bound)):
+            return super().way(requests, candidates, what)  # other parameters for a while (torch.func.functional_call)
+        return way
 
-    def choose(self, sizes: Sequence[int]) -> None:
-        """Times the ways on rows of the example inputs, for ``sizes`` of candidates a request; keeps the fastest."""
+    def choose(self, sizes: Sequence[int] = ()) -> None:
+        """Times the ways on rows of the example inputs, for ``sizes`` of candidates a request (by default some up to
+        ``candidates``), and keeps the fastest."""
+        sizes = sizes or [*(size for size in SIZES if size < self.candidates), self.candidates]
         self.choices = {}
         found: dict[tuple[str, bool], list[Choice]] = {}
         for many in (False, True):
@@ -263,7 +279,8 @@ def _inverse(first: Any, second: Any) -> Any:
     return np.argsort(np.concatenate([first, second]), kind="stable")
 
 
-def _place(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
+def _place(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> tuple[dict[str, Any], str]:
+    """Puts a tensor where its dotted name says; gives the dict that holds it, and its name there."""
     module = root
     *path, last = name.split(".")
     for part in path:
@@ -276,6 +293,7 @@ def _place(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None
         module._buffers[last] = tensor
         if not persistent:
             module._non_persistent_buffers_set.add(last)
+    return (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers), last
 
 
 class _Form(Form):
@@ -385,7 +403,7 @@ def share(model: nn.Module, example_inputs: Any, request_inputs: Iterable[str] |
         raise SharingError(f"candidates_hint must be at least 1, got {candidates_hint}")
     shared = SharedModel(model, args, kwargs, signature, candidates_hint)
     if not model.training:
-        shared.choose([*(size for size in SIZES if size < candidates_hint), candidates_hint])
+        shared.choose()
     return shared
 
 

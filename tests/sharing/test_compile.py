@@ -89,6 +89,21 @@ def test_train_and_eval_are_both_compiled() -> None:
         assert backend.graphs > before
 
 
+def test_compiled_ways_are_timed_anew() -> None:
+    backend = Counting()
+    shared, plain, draw = compiled_of("cross", backend=backend)
+    shared.eval()
+    assert not shared.choices
+    shared.choose([4])
+    assert shared.choices and backend.graphs >= 5       # the original among them
+    for way in ("original", "shared"):
+        shared.way = lambda *_, way=way: way
+        inputs = sides(shared, draw, [0, 3, 3, 7])
+        for a, b in zip(leaves(shared(*inputs)), leaves(plain.eval().broadcast(*inputs)), strict=True):
+            assert torch.allclose(a, b, rtol=1e-10)
+    assert set(shared.state_dict()) == set(shared.original.state_dict())
+
+
 def test_a_compiled_form_can_be_saved(tmp_path: Any) -> None:
     from semel.sharing import load
 

@@ -220,6 +220,7 @@ def test_functional_call() -> None:
     got = torch.func.functional_call(shared, twice, inputs)
     expected = torch.func.functional_call(shared.original, twice, *_called(shared, inputs))
     assert torch.allclose(got, expected, rtol=1e-9)
+    assert not torch.allclose(got, shared(*inputs))
 
 
 def _called(shared: SharedModel, inputs: Any) -> tuple[Any, Any]:
