@@ -256,7 +256,7 @@ def cat(s: _Slice, node: fx.Node) -> fx.Node | None:
             return None
         if start <= s.start and s.end <= start + size:
             if s.end - s.start == size:
-                return piece  
+                return piece
             return s.call(aten.slice.Tensor, piece, dim, s.start - start, s.end - start)
         start += size
     return None

@@ -59,6 +59,8 @@ class Expression:
     terms: tuple[Term, ...]
     dtype: torch.dtype
     _leaf: Factor | None = field(default=None, repr=False)
+    _pair: tuple[Factor, Factor] | None = field(default=None, repr=False)
+    """The two candidate-side factors that the value is the product of."""
 
     @classmethod
     def of(cls, factor: Factor, dtype: torch.dtype, axes: tuple[Axis, ...] | None = None) -> Expression:
@@ -213,7 +215,7 @@ class Expression:
         scale = float(size_of(axis for axis in summed if axis not in first.axes and axis not in second.axes))
         factor = pairwise(emit, first, second, out, Factor)
         if scale == 1.0:
-            return Expression.of(factor, dtype, out)
+            return Expression(out, (Term((factor,)),), dtype, factor, (first, second))
         return Expression(out, (Term((factor,), scale),), dtype).settle(emit)
 
     def _into_states(self, emit: Emitter, other: Expression, out: tuple[Axis, ...],
@@ -250,6 +252,12 @@ class Expression:
         return Expression(tuple(axis for axis in self.axes if axis not in gone), tuple(terms), self.dtype).settle(emit)
 
     def scaled(self, emit: Emitter, scale: float) -> Expression:
+        if self._pair is not None:      # scores of attention: rather the queries
+            small, large = sorted(self._pair, key=lambda factor: size_of(factor.axes))
+            if size_of(small.axes) < size_of(self.axes) and small is not large:
+                less = Factor(emit.call(aten.mul.Scalar, small.node, scale, flops=size_of(small.axes)), small.axes)
+                pair = tuple(less if factor is small else factor for factor in self._pair)
+                return Expression.of(pairwise(emit, *pair, self.axes, Factor), self.dtype, self.axes)
         terms = tuple(replace(term, scale=term.scale * scale) for term in self.terms)
         return Expression(self.axes, terms, self.dtype).settle(emit)
 
