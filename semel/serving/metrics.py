@@ -23,6 +23,8 @@ class Metrics:
                                buckets=_SECONDS, registry=registry)
         self.candidates = Histogram("semel_rank_candidates", "Candidates of a ranked request",
                                     buckets=(1, 10, 50, 100, 250, 500, 1000, 2000, 5000), registry=registry)
+        self.together = Histogram("semel_rank_together", "Requests that were scored as one batch",
+                                  buckets=(1, 2, 4, 8, 16, 32, 64), registry=registry)
         self.rows = Counter("semel_rows", "Rows that were posted, by kind and what became of them", ["kind", "outcome"],
                             registry=registry)
         self.refused = Counter("semel_refused", "Requests answered 503, by reason", ["reason"], registry=registry)

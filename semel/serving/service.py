@@ -14,11 +14,18 @@ from pydantic_core import to_json
 from semel.serving.admission import Admission
 from semel.serving.errors import InvalidRequest, Overloaded
 from semel.serving.metrics import Metrics
+from semel.serving.results import RankRequest
 from semel.serving.schemas import Body, events_body, outcomes_body, rank_body
 from semel.serving.writes import OutcomeWriter, RowWriter, Written
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from semel.serving.predictor import Predictor
+    from semel.serving.results import RankResult
+
+TOGETHER = 512
+"""Most candidates of requests that are scored together: beyond, they would wait for each other and gain nothing."""
 
 
 class Service:
@@ -34,7 +41,7 @@ class Service:
         folder = Path(store.path)
         now = predictor.clock.now
         self.draining = False
-        self.admission = Admission(workers, queue)
+        self.admission = Admission(self._rank, workers, queue, size=_candidates, most=TOGETHER)
         self.bodies: dict[str, Body] = {
             "rank": rank_body(predictor.user_type, predictor.item_type, predictor.max_candidates),
             "outcomes": outcomes_body(predictor.item_type, {
@@ -57,20 +64,8 @@ class Service:
     async def rank(self, body: bytes) -> bytes:
         """``POST /v1/rank``."""
         request = self.bodies["rank"].parse(body)
-        predictor, metrics = self.predictor, self.metrics
-
-        def work(waited: float) -> bytes:
-            result = predictor.rank(request["user_id"], request["candidates"], request.get("context"),
-                                    request.get("limit"), request.get("as_of"))
-            queue_ms = round(1e3 * waited, 3)
-            timings = {"queue": queue_ms, **result.timings_ms}
-            timings["total"] = round(timings["total"] + queue_ms, 3)
-            for stage, milliseconds in timings.items():
-                metrics.stage.labels(stage).observe(milliseconds / 1e3)
-            metrics.candidates.observe(len(request["candidates"]))
-            return to_json({**result.to_json(), "timings_ms": timings})
-
-        return await self.admission.run(work)
+        return await self.admission.run(RankRequest(request["user_id"], request["candidates"], request.get("context"),
+                                                    request.get("limit"), request.get("as_of")))
 
     async def append(self, kind: str, body: bytes) -> bytes:
         """``POST /v1/events`` and ``POST /v1/items``: durable, and visible to the next request, when this returns."""
@@ -121,6 +116,22 @@ class Service:
             if not self.predictor.flush(timeout=30):
                 raise Overloaded(f"{self.predictor.pending_exposures} exposures could not be written in 30 s")
 
+    def _rank(self, requests: Sequence[RankRequest], waited: Sequence[float]) -> list[bytes | Exception]:
+        """In a scoring thread: all that waited, as one batch."""
+        self.metrics.together.observe(len(requests))
+        results = self.predictor.rank_together(requests)
+        return [result if isinstance(result, Exception) else self._answer(request, result, seconds)
+                for request, result, seconds in zip(requests, results, waited, strict=True)]
+
+    def _answer(self, request: RankRequest, result: RankResult, waited: float) -> bytes:
+        queue_ms = round(1e3 * waited, 3)
+        timings = {"queue": queue_ms, **result.timings_ms}
+        timings["total"] = round(timings["total"] + queue_ms, 3)
+        for stage, milliseconds in timings.items():
+            self.metrics.stage.labels(stage).observe(milliseconds / 1e3)
+        self.metrics.candidates.observe(len(request.candidates))
+        return to_json({**result.to_json(), "timings_ms": timings})
+
     def _count(self, kind: str, written: Written) -> None:
         self.metrics.rows.labels(kind, "accepted").inc(written.accepted)
         self.metrics.rows.labels(kind, "duplicate").inc(written.duplicates)
@@ -144,6 +155,10 @@ class Service:
 
     def _writers(self) -> list[tuple[str, RowWriter | OutcomeWriter]]:
         return [*self.rows.items(), ("outcomes", self.outcome_writer)]
+
+
+def _candidates(request: RankRequest) -> int:
+    return len(request.candidates)
 
 
 def _pending(writer: RowWriter | OutcomeWriter) -> int:

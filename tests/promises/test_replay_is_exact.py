@@ -2,6 +2,7 @@
 
 import threading
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -159,3 +160,29 @@ def test_bad_arguments_are_one_line(site, tmp_path):
     with pytest.raises(ValueError, match="no exposures of model tiny-"):
         replay(tmp_path / "other", folder)
     assert len(OutcomeLog(folder / "outcomes").read()) == 0
+
+
+def test_many_clients_at_once_and_pages_of_one_request(site, tmp_path):
+    """Requests are scored together as they come, and states are kept: the log says enough to do it again."""
+    run, folder = site
+    with serving(run, folder, tmp_path / "errors") as server:
+        def pages(seed):
+            rng = np.random.default_rng(seed)
+            with Client(server.url) as client:
+                for _ in range(15):
+                    user, as_of = int(rng.integers(0, 25)), None
+                    for page in np.split(rng.permutation(80), 4):
+                        as_of = client.rank(user, page, {"surface": "home"}, as_of=as_of).pointer.as_of
+
+        clients = [threading.Thread(target=pages, args=(seed,)) for seed in range(6)]
+        for thread in clients:
+            thread.start()
+        for thread in clients:
+            thread.join(60)
+        text = httpx.get(f"{server.url}/metrics", timeout=10).text
+        metrics = dict(line.split() for line in text.splitlines() if line.startswith("semel_state_"))
+        assert server.stop() == 0
+    exact(replay(run, folder), 6 * 15 * 4)
+    table = ExposureLog(folder / "exposures").read()
+    assert max(table["batch_requests"].to_pylist()) > 1  # else nothing was scored together
+    assert float(metrics["semel_state_hits"]) == 6 * 15 * 3 and float(metrics["semel_state_misses"]) == 6 * 15
