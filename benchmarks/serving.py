@@ -1,10 +1,18 @@
-"""Latency of a ranked request: 500 candidates, histories of 200 and 1,024 events, in process and over HTTP.
+"""Ranked requests of 500 candidates: how long one takes, and how many a server answers with and without sharing.
 
     python benchmarks/serving.py [--requests 300] [--json serving.json]
+    python benchmarks/serving.py sharing [--seconds 8] [--json sharing.json]
 
-The model is an untrained HSTU ranker (2 layers, width 64): weights do not change the time. ``outside`` is all that is
-not the model: checks, history, item features, sorting, the exposure. HTTP adds JSON both ways and two processes on
-the same cores. Run it on an idle machine.
+Models are untrained: weights do not change the time. Run it on an idle machine.
+
+Latency: an HSTU ranker (2 layers, width 64) over histories of 200 and 1,024 events, in process and over HTTP.
+``outside`` is all that is not the model: checks, history, item features, sorting, the exposure. HTTP adds JSON both
+ways and two processes on the same cores.
+
+Sharing: ``semel serve`` with the request side computed once per request, and with ``--no-share``, which copies it to
+every candidate; histories of 200 events, HSTU and DCN V2. Closed loop: each client asks again when it has its answer.
+``paged`` asks for nine more pages of each request's candidates, whose state is kept. The ratio is of requests a second
+at equal p99: sharing takes as many clients as its p99 stays below that of one client without.
 """
 
 from __future__ import annotations
@@ -17,7 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,8 +58,8 @@ def make_store(path: Path, length: int) -> None:
         catalogue.compact()
 
 
-def save_ranker(run: Path, length: int) -> None:
-    """An untrained HSTU ranker that reads ``length`` events, item, rating, genres and year."""
+def save_ranker(run: Path, length: int, kind: Any = "sequence_ranker") -> None:
+    """An untrained ranker (HSTU) that reads ``length`` events, item, rating, genres and year."""
     import torch
 
     from semel.features import Feature, FeatureSpec, Task, stable_id
@@ -57,7 +69,7 @@ def save_ranker(run: Path, length: int) -> None:
     features = FeatureSpec(
         history=(Feature("item_id"), Feature("rating", "numeric")), request=(Feature("surface"),),
         candidate=(Feature("genres", "multi"), Feature("year", "numeric")), tasks=(Task("like"),), history_last=length)
-    config = ModelConfig(encoder=EncoderConfig(positions=length + 1))
+    config = ModelConfig(kind=kind, encoder=EncoderConfig(positions=length + 1))
     encoders = {
         "item_id": Vocabulary(np.arange(ITEMS)), "rating": Scale(3.0, 1.0), "year": Scale(1985.0, 20.0),
         "surface": Vocabulary(stable_id(np.array(["home", "search"], dtype=object))),
@@ -97,34 +109,112 @@ def in_process(run: Path, store: Path, number: int) -> dict[str, float]:
     return summary(times)
 
 
-def over_http(run: Path, store: Path, number: int) -> dict[str, float]:
-    from semel import Client
-
-    code = ("import sys; from semel.serving import run_server; "
-            "run_server(sys.argv[1], sys.argv[2], port=0, ready=lambda url: print(url, flush=True))")
-    server = subprocess.Popen([sys.executable, "-c", code, str(run), str(store)], stdout=subprocess.PIPE, text=True)
+@contextmanager
+def serving(run: Path, store: Path, share: bool = True) -> Iterator[str]:
+    """A server in a process of its own; yields its address."""
+    code = ("import sys; from semel.serving import run_server; run_server(sys.argv[1], sys.argv[2], port=0, "
+            "share=sys.argv[3] == 'True', ready=lambda url: print(url, flush=True))")
+    server = subprocess.Popen([sys.executable, "-c", code, str(run), str(store), str(share)], stdout=subprocess.PIPE,
+                              text=True)
     try:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         if not url:
             raise RuntimeError("the server did not start; its message is above")
-        times = []
-        with Client(url) as client:
-            for request in requests(number + 10):
-                started = time.perf_counter()
-                timings = client.rank(**request).timings_ms
-                times.append({**timings, "inside": timings["total"], "total": 1e3 * (time.perf_counter() - started)})
-        return summary(times[10:])
+        yield url
     finally:
         os.kill(server.pid, signal.SIGTERM)
-        server.wait(timeout=30)
+        server.wait(timeout=60)
+
+
+def over_http(run: Path, store: Path, number: int) -> dict[str, float]:
+    from semel import Client
+
+    times = []
+    with serving(run, store) as url, Client(url) as client:
+        for request in requests(number + 10):
+            started = time.perf_counter()
+            timings = client.rank(**request).timings_ms
+            times.append({**timings, "inside": timings["total"], "total": 1e3 * (time.perf_counter() - started)})
+    return summary(times[10:])
+
+
+def closed_loop(url: str, clients: int, seconds: float, pages: int = 1) -> dict[str, float]:
+    """Requests a second and latency in ms of ``clients`` that ask without pause; each request has so many ``pages``."""
+    from semel import Client
+
+    asked = requests(200)
+    latencies: list[float] = []
+    stop = time.perf_counter() + seconds
+
+    def ask(number: int) -> None:
+        with Client(url, timeout=300) as client:
+            for turn in range(number, 10**9, clients):
+                as_of = None
+                for page in range(pages):
+                    started = time.perf_counter()
+                    if started >= stop:
+                        return
+                    request = {**asked[turn % 200], "candidates": asked[(turn + page) % 200]["candidates"]}
+                    as_of = client.rank(**request, limit=50, as_of=as_of).pointer.as_of
+                    latencies.append(1e3 * (time.perf_counter() - started))
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(ask, range(clients)))
+    p50, p99 = np.quantile(latencies, [0.5, 0.99])
+    return {"clients": clients, "requests": len(latencies), "p50_ms": float(p50), "p99_ms": float(p99),
+            "requests_per_s": len(latencies) / (time.perf_counter() - started)}
+
+
+def sharing(seconds: float) -> dict[str, Any]:
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        make_store(store, 200)
+        for kind in ("sequence_ranker", "dcnv2"):
+            run = Path(folder) / kind
+            save_ranker(run, 200, kind)
+            for share, loads in ((False, ((1, 1),)), (True, ((1, 1), (2, 1), (4, 1), (1, 10)))):
+                with serving(run, store, share) as url:
+                    closed_loop(url, 1, 0.2 * seconds)
+                    for clients, pages in loads:
+                        how = "off" if not share else "on" if pages == 1 else "paged"
+                        results.append({"model": kind, "share": how, **closed_loop(url, clients, seconds, pages)})
+    ratios = {}
+    for kind in ("sequence_ranker", "dcnv2"):
+        own = [row for row in results if row["model"] == kind]
+        [off] = [row for row in own if row["share"] == "off"]
+        for how in ("on", "paged"):
+            fast = [row["requests_per_s"] for row in own if row["share"] == how and row["p99_ms"] <= off["p99_ms"]]
+            ratios[f"{kind} {how}"] = max(fast, default=0.0) / off["requests_per_s"]
+    return {"candidates": CANDIDATES, "history": 200, "seconds": seconds, "results": results,
+            "requests_per_s_at_equal_p99": ratios}
+
+
+def show_sharing(found: dict[str, Any]) -> None:
+    print(f"{CANDIDATES} candidates, 200 events, {found['seconds']:g} s a row")
+    print(f"{'model':>16} {'share':>6} {'clients':>8} {'requests':>9} {'p50 ms':>9} {'p99 ms':>9} {'requests/s':>11}")
+    for row in found["results"]:
+        print(f"{row['model']:>16} {row['share']:>6} {row['clients']:>8} {row['requests']:>9} {row['p50_ms']:>9.1f} "
+              f"{row['p99_ms']:>9.1f} {row['requests_per_s']:>11.1f}")
+    for name, ratio in found["requests_per_s_at_equal_p99"].items():
+        print(f"{name}: {ratio:.1f}x the requests/s of share off, at equal p99")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("latency", "sharing"), default="latency")
     parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.what == "sharing":
+        found = sharing(arguments.seconds)
+        show_sharing(found)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1))
+        return
     results = []
     for length in (200, 1024):
         with tempfile.TemporaryDirectory() as folder:
