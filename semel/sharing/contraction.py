@@ -168,6 +168,9 @@ def _by_state(terms: Sequence[Term], out: Sequence[Axis]) -> list[list[Term]]:
         group = groups.setdefault(key, [])
         if group and late:
             names = dict(zip(late[0].axes, _state(group[0]).axes, strict=True))
+            # the term may have the other's axes already, for something else
+            names.update({a: Axis(a.size) for f in term.factors for a in f.axes
+                          if a in names.values() and a not in names})
             term = replace(term, factors=tuple(replace(f, axes=tuple(names.get(a, a) for a in f.axes))
                                                for f in term.factors))
         group.append(term)

@@ -288,6 +288,7 @@ def test_shared_through_all_its_depth() -> None:
     model = DCNv2(request, candidate, (8,)).double().eval()
     form = isolated(model, inputs)
     shared = share(form, inputs, ("request",))
+    shared.choices = {}                 # the shared form, however fast the original is at this size
     offsets = torch.tensor([0, 2, 2, 6])
     r, c = inputs[0][:3], inputs[1]
     owner = torch.tensor([0, 0, 2, 2, 2, 2])
