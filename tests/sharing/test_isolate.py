@@ -458,7 +458,8 @@ def contract(steps: list[str], hidden: int) -> None:
     assert compact.verify() > 0 and masked.verify() > 0
     assert 0 < compact.explain().shared < 1
     assert compact.explain().request == pytest.approx(masked.explain().request)
-    shared = share(compact, inputs, ("request",))
+    shared = share(compact, inputs, ("request",), candidates_hint=1)
+    shared.choices = {}                 # the shared form, however fast the original is at this size
     with torch.no_grad():
         got = shared({"request": inputs[0][:1]}, {"candidate": inputs[1]})
         torch.testing.assert_close(got, compact(inputs[0][:1].expand(ROWS, -1, -1), inputs[1]), rtol=1e-9, atol=1e-9)
@@ -476,6 +477,27 @@ def test_contract(steps: list[str], hidden: int) -> None:
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=5), hidden=st.integers(2, 12))
 def test_contract_of_many(steps: list[str], hidden: int) -> None:
     contract(steps, hidden)
+
+
+def test_a_sum_and_its_terms_under_one_layer() -> None:
+    """Fields that hold a linear map of all fields, and their sum, read by one layer: axes of both kinds meet."""
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.both = nn.Linear(R * D, R * D), nn.Linear((R + C) * D, C * D)
+            self.out = nn.Linear((R + C) * D + D, 2)
+
+        def forward(self, request: Tensor, candidate: Tensor) -> Tensor:
+            x = torch.cat([request, candidate], 1)
+            y = x + torch.cat([self.own(request.flatten(1)), self.both(x.flatten(1))], 1).view(-1, R + C, D)
+            return self.out(torch.cat([y.flatten(1), y.sum(1)], 1))
+
+    model, inputs = Model().double().eval(), draw(D)
+    shared = share(model, inputs, ("request",), candidates_hint=1)
+    shared.choices = {}
+    with torch.no_grad():
+        got = shared({"request": inputs[0][:1]}, {"candidate": inputs[1]})
+        torch.testing.assert_close(got, model(inputs[0][:1].expand(ROWS, -1, -1), inputs[1]), rtol=1e-10, atol=1e-10)
 
 
 # ------------------------------------------------------------------------------------------ models that others wrote
