@@ -197,6 +197,7 @@ def test_equal_and_cheaper(name: str) -> None:
     shared = check(identity.model, user, item, **identity.parts())
     request, candidate, before = costs(shared)
     left = (candidate + request / N) / before
+    assert candidate > 0 and (request > 0 or name == "FM, scalar form")
     assert left <= identity.most, f"{left:.3f} of the FLOPs are left"
 
 
