@@ -95,7 +95,7 @@ def test_compiled_ways_are_timed_anew() -> None:
     shared.eval()
     assert not shared.choices
     shared.choose([4])
-    assert shared.choices and backend.graphs >= 5       # the original among them
+    assert shared.choices and backend.graphs >= 3       # request, candidate, original
     for way in ("original", "shared"):
         shared.way = lambda *_, way=way: way
         inputs = sides(shared, draw, [0, 3, 3, 7])
