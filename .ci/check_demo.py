@@ -12,6 +12,8 @@ def check(folder: Path) -> None:
     missing = KEYS - set(result)
     assert not missing, f"the demo's JSON lacks {sorted(missing)}"
     assert 0 < result["served"]["p50_ms"] <= result["served"]["p99_ms"], result["served"]
+    computed = result["computed"]
+    assert computed["per_candidate_ms"] > 2 * computed["once_ms"] and computed["max_difference"] <= 1e-5, computed
     replay = result["replay"]
     assert replay["histories_equal"] == replay["requests"] > 0, replay
     assert replay["max_difference"] <= 1e-5, replay

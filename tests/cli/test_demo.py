@@ -154,6 +154,8 @@ def done(tmp_path):
         "ranking": {OURS["rank"]: judged}, "history_lengths": np.array([0, 3, 200]),
         "rank_metrics": curve, "next_metrics": [], "rank_training": training, "next_training": training,
         "served": {"requests": 3, "candidates": 500, "p50_ms": 1.0, "p99_ms": 2.0, "event_to_seen_ms": 5.0},
+        "computed": {"requests": 3, "candidates": 500, "once_ms": 7.5, "kept_ms": 4.0, "per_candidate_ms": 900.0,
+                     "ratio": 120.0, "max_difference": 1e-7},
         "latencies_ms": [1.0, 1.5, 2.0], "inside_ms": {"queue": 0.1, "history": 0.2, "features": 0.1, "model": 0.4},
         "replay": {"requests": 3, "histories_equal": 3, "bit_equal": 3, "max_difference": 0.0, "served_ne": 0.9,
                    "replayed_ne": 0.9, "labelled": 6},
@@ -163,8 +165,9 @@ def done(tmp_path):
 
 def test_the_result_has_the_promised_keys(done):
     result = closing.result(done)
-    assert [result[key] for key in ("computed", "waited", "embedded", "planned")] == [None] * 4
-    assert {"stored", "quality", "served", "replay", "seconds"} <= set(result)
+    assert [result[key] for key in ("waited", "embedded", "planned")] == [None] * 3
+    assert {"stored", "computed", "quality", "served", "replay", "seconds"} <= set(result)
+    assert {"once_ms", "per_candidate_ms", "max_difference"} <= set(result["computed"])
     assert {"p50_ms", "p99_ms"} <= set(result["served"])
     assert {"requests", "histories_equal", "max_difference"} <= set(result["replay"])
 
@@ -180,5 +183,6 @@ def test_the_page_and_the_object_are_written(done):
 def test_the_table_shows_ours_beside_the_others(done, capsys):
     closing.show(done, closing.result(done))
     text = capsys.readouterr().out
-    for word in ("fat rows", "popularity", "0.8800", "p50 1.0 ms", "3 of 3 histories", "report.html"):
+    for word in ("fat rows", "popularity", "0.8800", "p50 1.0 ms", "7.5 ms a request", "900 ms", "3 of 3 histories",
+                 "report.html"):
         assert word in text

@@ -35,7 +35,7 @@ def demo(
 
 
 def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
-    from semel.cli.demo import evaluating, examples, ingesting, replaying, serving, storage, training
+    from semel.cli.demo import computing, evaluating, examples, ingesting, replaying, serving, storage, training
 
     return [
         ("events into a store", ingesting.step),
@@ -44,6 +44,7 @@ def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
         ("training", training.step),
         ("quality, beside baselines", evaluating.step),
         ("serving over HTTP", serving.step),
+        ("a request computed once", computing.step),
         ("replay", replaying.step),
     ]
 

@@ -14,7 +14,7 @@ from semel.cli.demo.state import Demo
 if TYPE_CHECKING:
     from semel.cli.report.page import Page
 
-LATER = ("computed", "waited", "embedded", "planned")
+LATER = ("waited", "embedded", "planned")
 """Parts of Semel that are still to come; their place in the result is null."""
 
 
@@ -24,6 +24,7 @@ def result(demo: Demo) -> dict[str, Any]:
     return {
         "data": demo.facts["data"],
         "stored": demo.facts["stored"],
+        "computed": demo.facts["computed"],
         **dict.fromkeys(LATER),
         "quality": demo.facts["quality"],
         "served": demo.facts["served"],
@@ -49,7 +50,7 @@ def write_files(demo: Demo, facts: dict[str, Any]) -> None:
 
 def show(demo: Demo, facts: dict[str, Any]) -> None:
     """The closing table, on stdout."""
-    stored, served, replay = facts["stored"], facts["served"], facts["replay"]
+    stored, served, computed, replay = (facts[name] for name in ("stored", "served", "computed", "replay"))
     fat = {name: value for name, value in stored["fat_rows_by_layout"].items() if "last" in name}
     rows = [["stored", f"{output.size(stored['bytes'])} store and pointers", "fat rows:\n" + "\n".join(
         f"{output.size(value)} {name}" for name, value in fat.items())]]
@@ -62,6 +63,9 @@ def show(demo: Demo, facts: dict[str, Any]) -> None:
     rows += [
         ["served", f"p50 {served['p50_ms']:.1f} ms, p99 {served['p99_ms']:.1f} ms",
          f"{served['candidates']} candidates,\n{served['requests']:,} requests"],
+        ["compute once", f"{computed['once_ms']:.1f} ms a request, {computed['kept_ms']:.1f} ms where it was kept",
+         f"{computed['per_candidate_ms']:,.0f} ms with the request's side\ncomputed per candidate; scores differ by "
+         f"{computed['max_difference']:.1g}"],
         ["replay", f"{replay['histories_equal']:,} of {replay['requests']:,} histories equal",
          f"largest difference of a score: {replay['max_difference']:g}"],
         ["time", f"{facts['seconds']:.0f} s in all", f"{facts['training']['rank']['seconds']:.0f} s + "
