@@ -13,6 +13,7 @@ _HOME = {
     "Overloaded": "semel.serving.errors",
     "Pointer": "semel.serving.results",
     "Predictor": "semel.serving.predictor",
+    "RankRequest": "semel.serving.results",
     "RankResult": "semel.serving.results",
     "ReplayReport": "semel.serving.replays",
     "ScoredItem": "semel.serving.results",
@@ -23,8 +24,8 @@ _HOME = {
 }
 
 __all__ = [
-    "Client", "InvalidRequest", "NonFiniteScore", "Overloaded", "Pointer", "Predictor", "RankResult", "ReplayReport",
-    "ScoredItem", "ServerError", "create_app", "replay", "run_server",
+    "Client", "InvalidRequest", "NonFiniteScore", "Overloaded", "Pointer", "Predictor", "RankRequest", "RankResult",
+    "ReplayReport", "ScoredItem", "ServerError", "create_app", "replay", "run_server",
 ]
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from semel.serving.predictor import Predictor
     from semel.serving.process import run_server
     from semel.serving.replays import ReplayReport, replay
-    from semel.serving.results import Pointer, RankResult, ScoredItem
+    from semel.serving.results import Pointer, RankRequest, RankResult, ScoredItem
     from semel.serving.server import create_app
 
 
