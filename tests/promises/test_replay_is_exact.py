@@ -91,6 +91,21 @@ def test_through_late_events_new_items_compaction_and_restarts_while_serving(sit
     assert replay(run, folder, limit=7).requests == 7
 
 
+def test_a_server_that_does_not_share_is_replayed_as_it_served(site, tmp_path):
+    run, folder = site
+    with serving(run, folder, tmp_path / "errors", share=False) as server:
+        with Client(server.url) as client:
+            rank_many(client, 10, seed=4)
+        assert server.stop() == 0
+    with serving(run, folder, tmp_path / "errors.2", state_bytes=0) as server:
+        with Client(server.url) as client:
+            rank_many(client, 10, seed=4)
+        assert server.stop() == 0
+    paths = ExposureLog(folder / "exposures").read()["path"].to_pylist()
+    assert [path.split()[0] for path in paths] == ["broadcast"] * 10 + ["eager"] * 10
+    exact(replay(run, folder), 20)
+
+
 def test_another_number_of_threads_and_another_process_change_nothing(site):
     import torch
 
