@@ -256,8 +256,8 @@ class Expression:
             small, large = sorted(self._pair, key=lambda factor: size_of(factor.axes))
             if size_of(small.axes) < size_of(self.axes) and small is not large:
                 less = Factor(emit.call(aten.mul.Scalar, small.node, scale, flops=size_of(small.axes)), small.axes)
-                pair = tuple(less if factor is small else factor for factor in self._pair)
-                return Expression.of(pairwise(emit, *pair, self.axes, Factor), self.dtype, self.axes)
+                first, second = (less if factor is small else factor for factor in self._pair)
+                return Expression.of(pairwise(emit, first, second, self.axes, Factor), self.dtype, self.axes)
         terms = tuple(replace(term, scale=term.scale * scale) for term in self.terms)
         return Expression(self.axes, terms, self.dtype).settle(emit)
 
