@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx
 
 from semel.sharing.axes import BATCH, Axis, Block, Group
+from semel.sharing.blocks import materialize
 from semel.sharing.cost import row_flops
 from semel.sharing.emission import Emitter, Stage, aten
 from semel.sharing.errors import MixesRows, SharingError, Unproved
 from semel.sharing.export import ModelGraph, place
 from semel.sharing.expression import Expression, Factor
 from semel.sharing.inputs import Signature
-from semel.sharing.values import NO_BLOCK, Value, leaf, materialize
+from semel.sharing.values import NO_BLOCK, Value, leaf
 
 RULES: dict[Any, Callable[..., Any]] = {}
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range", "_functional_assert")
@@ -144,8 +145,8 @@ class Rewriter:
             raise SharingError(f"{argument.name} follows the batch size in a way that cannot be shared "
                                f"({place(argument)})") from error
         rows = self.emit.rows(stage)
-        from semel.sharing.values import _times
-        return rows if size == 1 else self.emit.call(_times, rows, size, stage=stage)
+        from semel.sharing.blocks import times
+        return rows if size == 1 else self.emit.call(times, rows, size, stage=stage)
 
     def broadcast(self, node: fx.Node) -> Any:
         """The operator as the model has it, for every candidate."""

@@ -64,7 +64,8 @@ def lookup(tables: Sequence[Tensor], sources: Sequence[Tensor], columns: Sequenc
 
 def _table_fields(tables: Sequence[Tensor]) -> tuple[np.ndarray, int] | None:
     """Where tables lie, for ``gather`` ([6, F], the last two rows open), and the sum of widths; None: not so."""
-    key = (tuple(map(Tensor.data_ptr, tables)), tuple(map(Tensor.numel, tables)))
+    key = (tuple(map(Tensor.data_ptr, tables)), tuple(map(Tensor.size, tables)), tuple(map(Tensor.stride, tables)),
+           tables[0].dtype)
     if key not in _fields:
         if len(_fields) > 256:      # tables that moved
             _fields.clear()

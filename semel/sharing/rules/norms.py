@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import fx
 
+from semel.sharing.algebra import add, multiply
 from semel.sharing.axes import BATCH, size_of
 from semel.sharing.emission import aten
 from semel.sharing.errors import MixesRows, Unproved
 from semel.sharing.expression import Expression, Factor, full, ordered_factor
 from semel.sharing.interpret import Rewriter, rule
-from semel.sharing.values import Key, Value, add, inner, multiply
+from semel.sharing.values import Key, Value, inner
 
 
 @rule(aten.layer_norm.default)

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import fx
 
+from semel.sharing.algebra import add, broadcast, joint, multiply
 from semel.sharing.axes import BATCH, Group
 from semel.sharing.emission import Stage, aten
 from semel.sharing.errors import Unproved
 from semel.sharing.expression import Expression, Factor, aligned, full
 from semel.sharing.interpret import Rewriter, rule
 from semel.sharing.masks import Bounds, bounds, inside
-from semel.sharing.values import Key, Value, add, broadcast, inner, joint, mapped, multiply
+from semel.sharing.values import Key, Value, inner, mapped
 
 Shortcut = Callable[[tuple[Group, ...], Key, list[Expression]], Expression | None]
 

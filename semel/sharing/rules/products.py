@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from semel.sharing.algebra import add, broadcast, contract, joint
 from semel.sharing.axes import BATCH, size_of
 from semel.sharing.emission import aten
 from semel.sharing.errors import Unproved
 from semel.sharing.expression import Expression, Factor, aligned
 from semel.sharing.interpret import Rewriter, rule
 from semel.sharing.masks import Bounds, bounds, inside
+from semel.sharing.moving import select
 from semel.sharing.rules.pointwise import masked_sum
-from semel.sharing.values import Value, add, broadcast, contract, inner, joint, mapped, select
+from semel.sharing.values import Value, inner, mapped
 
 
 @rule(aten.linear.default)

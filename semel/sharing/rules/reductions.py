@@ -8,12 +8,14 @@ from typing import Any, cast
 import numpy as np
 from torch import fx
 
+from semel.sharing.algebra import summed
 from semel.sharing.axes import BATCH, Axis, Group, size_of
+from semel.sharing.blocks import fused
 from semel.sharing.emission import Stage, aten
 from semel.sharing.errors import MixesRows, Unproved
 from semel.sharing.expression import Expression, Factor, Term, full, ordered_factor, take
 from semel.sharing.interpret import Rewriter, rule
-from semel.sharing.values import Key, Value, fused, inner, mapped, summed
+from semel.sharing.values import Key, Value, inner, mapped
 
 
 def _dims(a: Value, dim: Any) -> list[int]:

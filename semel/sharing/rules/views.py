@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from semel.sharing.axes import size_of
+from semel.sharing.algebra import cat
+from semel.sharing.axes import BATCH, size_of
 from semel.sharing.emission import aten
 from semel.sharing.errors import MixesRows, Unproved
 from semel.sharing.interpret import Rewriter, rule
+from semel.sharing.moving import merged, regroup, select, take
 from semel.sharing.rules.pointwise import cast
-from semel.sharing.values import BATCH, Value, cat, merged, regroup, select, take
+from semel.sharing.values import Value
 
 END = (1 << 62)
 
