@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,22 @@ class Input:
     shape: tuple[int, ...]
     columns: np.ndarray | None = None
 
-    @property
+    @cached_property
     def others(self) -> np.ndarray:
         """The candidate's columns."""
         assert self.columns is not None
         return np.setdiff1d(np.arange(self.shape[1]), self.columns)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Where each column of the model's input lies in the request's columns and, behind them, the candidate's."""
+        return torch.from_numpy(np.argsort(np.concatenate([self.columns, self.others]), kind="stable"))
+
+    def expected(self, stage: Stage) -> tuple[int, ...]:
+        """The shape behind the rows of what a request (or a candidate) brings."""
+        if self.columns is None:
+            return self.shape[1:]
+        return (len(self.columns if stage == Stage.REQUEST else self.others), *self.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -52,16 +64,33 @@ class Signature:
 
     def names(self, stage: Stage) -> list[str]:
         """The inputs that a request (or a candidate) brings."""
-        return [i.name for i in self.inputs if i.columns is not None or i.stage == stage]
+        return [name for name, *_ in self._wanted[stage]]
+
+    @cached_property
+    def _wanted(self) -> dict[Stage, list[tuple[str, tuple[int, ...], torch.dtype]]]:
+        """By side: name, shape behind the rows and dtype of each input."""
+        return {stage: [(i.name, i.expected(stage), i.dtype) for i in self.inputs
+                        if i.columns is not None or i.stage == stage] for stage in (Stage.REQUEST, Stage.CANDIDATE)}
+
+    @cached_property
+    def _positional(self) -> bool:
+        """Whether ``forward`` takes nothing but tensors one after the other."""
+        args, kwargs = pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
+        return not self.fixed and not kwargs and list(args) == list(range(self.spec.num_leaves))
 
     def call(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of ``forward`` from its tensors in order."""
+        if self._positional:
+            return tuple(tensors), {}
         rest = iter(tensors)
         leaves = [self.fixed[i] if i in self.fixed else next(rest) for i in range(self.spec.num_leaves)]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def collect(self, values: Mapping[str, Any], stage: Stage) -> tuple[dict[str, Tensor], int]:
         """The tensors of one side by name, and how many rows they have. SharingError for wrong names, kinds or rows."""
+        rows = self._rows(values, stage)
+        if rows >= 0:
+            return values, rows  # type: ignore[return-value]
         flat = flattened(values)
         wanted = self.names(stage)
         if list(flat) != wanted and set(flat) != set(wanted):
@@ -78,11 +107,9 @@ class Signature:
             tensor = flat[item.name]
             if not isinstance(tensor, Tensor):
                 raise SharingError(f"{stage} input {item.name!r} must be a tensor, got {type(tensor).__name__}")
-            shape = list(item.shape)
-            if item.columns is not None:
-                shape[1] = len(item.columns) if stage == Stage.REQUEST else shape[1] - len(item.columns)
-            if tensor.dim() != len(shape) or list(tensor.shape[1:]) != shape[1:]:
-                want = ", ".join(["rows", *map(str, shape[1:])])
+            shape = item.expected(stage)
+            if tensor.dim() != len(shape) + 1 or tuple(tensor.shape[1:]) != shape:
+                want = ", ".join(["rows", *map(str, shape)])
                 raise SharingError(f"{stage} input {item.name!r} has shape {list(tensor.shape)}, it must be [{want}]")
             if tensor.dtype != item.dtype:
                 raise SharingError(f"{stage} input {item.name!r} has dtype {tensor.dtype}, it must be {item.dtype} as "
@@ -91,6 +118,23 @@ class Signature:
                 raise SharingError(f"{stage} input {item.name!r} has {len(tensor)} rows, the inputs before it {count}")
             count = len(tensor)
         return flat, max(count, 0)
+
+
+    def _rows(self, values: Any, stage: Stage) -> int:
+        """How many rows inputs have of which nothing is wrong; -1 where something is, or they have to be flattened."""
+        wanted = self._wanted[stage]
+        if type(values) is not dict or len(values) != len(wanted):
+            return -1
+        rows = -1
+        for name, shape, dtype in wanted:
+            tensor = values.get(name)
+            if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or not tensor.dim():
+                return -1
+            first, *rest = tensor.shape
+            if tuple(rest) != shape or (rows >= 0 and first != rows):
+                return -1
+            rows = first
+        return max(rows, 0)
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -206,6 +206,8 @@ def check_offsets(candidate_offsets: Any, requests: int, candidates: int) -> Ten
         if requests != 1:
             raise SharingError(f"{requests} requests need candidate_offsets [{requests + 1}]")
         return torch.tensor([0, candidates])
+    if requests == 1 and type(candidate_offsets) is list and candidate_offsets == [0, candidates]:
+        return torch.tensor(candidate_offsets)
     try:
         offsets = torch.as_tensor(candidate_offsets)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -225,8 +227,13 @@ def check_offsets(candidate_offsets: Any, requests: int, candidates: int) -> Ten
 
 def layout(offsets: Tensor, device: Any) -> dict[str, Tensor]:
     """Whose each candidate is [C], its place in a table [R, slots], and such a table (of no content)."""
+    candidates = int(offsets[-1])
+    if len(offsets) == 2:
+        return {OWNER: torch.zeros(candidates, dtype=torch.int64, device=device),
+                SLOT: torch.arange(candidates, device=device),
+                TABLE: torch.empty(1, candidates, dtype=torch.bool, device=device)}
     lengths = offsets[1:] - offsets[:-1]
-    requests, candidates = len(lengths), int(offsets[-1])
+    requests = len(lengths)
     owner = torch.repeat_interleave(torch.arange(requests), lengths, output_size=candidates)
     slots = int(lengths.max()) if requests else 0
     slot = torch.arange(candidates) - offsets[:-1].index_select(0, owner) + owner * slots

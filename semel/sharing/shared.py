@@ -267,16 +267,9 @@ class SharedModel(Scoring, _Bank):
             mine = mine.expand(count, *mine.shape[1:]) if owner is None else mine.index_select(0, owner)
             if item.columns is not None:
                 theirs = candidate[item.name]
-                order = torch.from_numpy(_inverse(item.columns, item.others)).to(device)
-                mine = torch.cat([mine, theirs], 1).index_select(1, order)
+                mine = torch.cat([mine, theirs], 1).index_select(1, item.order.to(device))
             tensors.append(mine)
         return tensors
-
-
-def _inverse(first: Any, second: Any) -> Any:
-    import numpy as np
-
-    return np.argsort(np.concatenate([first, second]), kind="stable")
 
 
 def _place(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> tuple[dict[str, Any], str]:
