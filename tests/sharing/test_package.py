@@ -120,7 +120,7 @@ def test_the_calls_are_those_of_the_shared_model(saved: tuple[Path, Any, Any]) -
     (lambda r, c, o: (r, {"item": c["item"][:, None]}, o), r"shape \[5, 1\]"),
     (lambda r, c, o: (r, c, o + 1), "from 1 to 6"),
     (lambda r, c, o: (r, c, None), "need candidate_offsets"),
-    (lambda r, c, o: (r, {"item": c["item"].tolist()}, o), "lack item"),
+    (lambda r, c, o: (r, {"item": c["item"].tolist()}, o), "must be a tensor, got list"),
 ])
 def test_the_errors_are_those_of_the_shared_model(saved: tuple[Path, Any, Any], change: Any, message: str) -> None:
     folder, shared, draw = saved
