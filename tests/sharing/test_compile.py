@@ -31,7 +31,8 @@ def compiled_of(name: str, **options: Any) -> tuple[Any, Any, Any]:
     return shared, plain, draw
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("towers", "cross") else pytest.mark.slow)
+                                  for name in MODELS])
 def test_numbers_and_gradients_are_equal(name: str) -> None:
     shared, plain, draw = compiled_of(name, backend="aot_eager")
     for offsets in ([0, 6], [0, 3, 3, 7]):

@@ -465,7 +465,7 @@ def contract(steps: list[str], hidden: int) -> None:
         torch.testing.assert_close(got, compact(inputs[0][:1].expand(ROWS, -1, -1), inputs[1]), rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=4), hidden=st.integers(2, 12))
 def test_contract(steps: list[str], hidden: int) -> None:
     contract(steps, hidden)

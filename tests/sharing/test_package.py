@@ -63,7 +63,8 @@ def equal_in_another_process(shared: Any, draw: Any, folder: Path, tmp_path: Pat
     assert max(float(t.std()) for t in expected.values() if t.numel() > 1) > 1e-3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("towers", "cross") else pytest.mark.slow)
+                                  for name in MODELS])
 def test_a_saved_model_runs_alone(name: str, tmp_path: Path) -> None:
     shared, draw = shared_of(name)
     shared.save(tmp_path / "saved", backend="export")

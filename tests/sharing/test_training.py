@@ -325,7 +325,8 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     assert processes(DDP, [["0", at], ["1", at]], tmp_path) == ["equal\n", "equal\n"]
 
 
-@pytest.mark.parametrize("which", ["fully_shard", "fully_shard around", "FSDP1", "FSDP1 orig"])
+@pytest.mark.parametrize("which", ["fully_shard", *(pytest.param(which, marks=pytest.mark.slow) for which in (
+    "fully_shard around", "FSDP1", "FSDP1 orig"))])
 def test_fsdp_is_refused(which: str, tmp_path: Path) -> None:
     (out,) = processes(FSDP, [[which, port()]], tmp_path)
     assert out.startswith("refused:") and "then wrap in DistributedDataParallel" in out, out
