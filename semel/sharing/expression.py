@@ -114,10 +114,11 @@ class Expression:
         if len(early) > 1:
             base = Expression(self.axes, tuple(early), self.dtype).leaf(emit)
             self.terms = (Term((base,)), *(term for term in self.terms if term.stage == Stage.CANDIDATE))
-        # candidates' tensors of the value's own size: one of them to work on, not one product for each
+        # many tensors of the candidate, each of the value's own size: one to work on, not one product for each. Two
+        # stay apart: a residual of a cross layer would otherwise become a state of its own, with operators of its own
         alone = [term for term in self.terms if term.stage == Stage.CANDIDATE and len(term.factors) == 1
                  and set(term.factors[0].axes) == set(self.axes)]
-        if len(alone) > 1:
+        if len(alone) > 2:
             base = Expression(self.axes, tuple(alone), self.dtype).leaf(emit)
             self.terms = (Term((base,)), *(term for term in self.terms if term not in alone))
         return self
