@@ -16,6 +16,7 @@ from semel.sharing.inputs import Signature, signature_of
 from semel.sharing.isolation.report import IsolationReport, report
 from semel.sharing.isolation.sided import REQUEST
 from semel.sharing.isolation.walk import Piece, Walk, walk
+from semel.sharing.naming import tensor_named
 from semel.sharing.shared import _place
 
 
@@ -131,12 +132,7 @@ class IsolatedModel(nn.Module):
         return pytree.tree_unflatten(list(results[:kept]), graph.spec)
 
     def _tensor(self, name: str) -> Tensor:
-        module: nn.Module = self
-        *path, last = name.split(".")
-        for part in path:
-            module = module._modules[part]  # type: ignore[assignment]
-        found = module._parameters.get(last)
-        return module._buffers[last] if found is None else found  # type: ignore[return-value]
+        return tensor_named(self, name)
 
     def verify(self, trials: int = 4, seed: int = 0) -> int:
         """Proves the contract by trying: candidate inputs change, every request unit of every node keeps its bits.

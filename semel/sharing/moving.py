@@ -168,7 +168,7 @@ def regroup(emit: Emitter, value: Value, shape: Sequence[tuple[int, bool]]) -> V
                 atoms[:1] = new
             else:
                 raise Unproved("a view that cuts across axes")
-        while atoms and atoms[0] is not BATCH and atoms[0].size == 1 and not _is_needed(shape, len(groups)):
+        while atoms and atoms[0] is not BATCH and atoms[0].size == 1 and len(groups) == len(shape) - 1:
             group.append(atoms.pop(0))
         groups.append(tuple(group))
     if atoms:
@@ -176,11 +176,6 @@ def regroup(emit: Emitter, value: Value, shape: Sequence[tuple[int, bool]]) -> V
             raise Unproved("a view that leaves axes over")
         groups[-1] = (*groups[-1], *atoms)
     return value.with_groups(groups)
-
-
-def _is_needed(shape: Sequence[tuple[int, bool]], done: int) -> bool:
-    """Whether a later axis of a view will take up axes of size one; only the last one must."""
-    return done < len(shape) - 1
 
 
 def split_axis(emit: Emitter, value: Value, axis: Axis, sizes: Sequence[int]) -> tuple[Value, Group]:

@@ -18,6 +18,7 @@ from semel.sharing.export import ModelGraph, export
 from semel.sharing.inputs import Signature, signature_of
 from semel.sharing.interpret import Rewriter, interpret, updated
 from semel.sharing.lowering import OWNER, TABLE, Program, lower
+from semel.sharing.naming import tensor_named
 from semel.sharing.runtime import (
     EACH,
     ORIGINAL,
@@ -146,12 +147,7 @@ class SharedModel(Scoring, _Bank):
         return self._forms[self.training]
 
     def _tensor(self, name: str) -> Tensor:
-        module: nn.Module = self
-        *path, last = name.split(".")
-        for part in path:
-            module = module._modules[part]  # type: ignore[assignment]
-        found = module._parameters.get(last)
-        return module._buffers[last] if found is None else found  # type: ignore[return-value]
+        return tensor_named(self, name)
 
     def save(self, folder: str | Path, backend: str = "aoti") -> None:
         """The eval form in a folder, for ``semel.sharing.load``: see ``semel.sharing.package``. Raises SharingError."""

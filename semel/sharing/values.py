@@ -62,18 +62,9 @@ def leaf(node: fx.Node, groups: Sequence[Group], dtype: torch.dtype, known: torc
     return Value(tuple(groups), {NO_BLOCK: Expression.of(Factor(node, axes), dtype)}, dtype, known)
 
 
-def pure(group: Group) -> Group:
-    """Fresh axes of the same sizes."""
-    return tuple(axis if axis is BATCH else Axis(axis.size) for axis in group)
-
-
 def mapped(value: Value, change: Callable[[Expression], Expression], dtype: torch.dtype | None = None) -> Value:
     return replace(value, parts={key: change(part) for key, part in value.parts.items()}, known=None,
                    dtype=value.dtype if dtype is None else dtype)
-
-
-def block_axes(axis: Axis, number: int) -> Group:
-    return axis.blocks[number].axes
 
 
 def inner(axes: Sequence[Axis], key: Key) -> tuple[Axis, ...]:
