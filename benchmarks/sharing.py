@@ -15,8 +15,9 @@ Rounds are interleaved: each runs every column once, in turning order, after two
 are naive over column, medians of the rounds' ratios. ``slower`` is the 95 % upper bound of shared over naive, from
 order statistics of the rounds: no assumption on how times are distributed. FLOPs by ``torch.utils.flop_counter``. The
 difference is the largest one from the unmodified model, in float32 over the output's scale and in float64 as it is.
-Two last lines: DCNv2 with 1,600 request and 160 candidate dimensions, exact, and with rows of the request that never
-see the candidate (rDCN, another model), both against the unmodified DCNv2.
+Last line: DCNv2 with 1,600 request and 160 candidate dimensions, exact, its towers behind the cross layers (stacked) and
+beside them (parallel, with a linear readout), and with rows of the request that never see the candidate (rDCN, another
+model).
 """
 
 from __future__ import annotations
@@ -305,18 +306,23 @@ def summary(results: dict[str, dict[str, Any]], candidates: int) -> dict[str, An
 
 @torch.no_grad()
 def cross_network(models: dict[str, Callable[[], ZooModel]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """DCNv2 exact and rDCN at ``STATED`` candidates, both against the unmodified DCNv2, interleaved in one run."""
+    """At ``STATED`` candidates, interleaved in one run: DCNv2 exact, its towers behind the cross layers and beside them,
+    each against itself unmodified; rDCN against DCNv2 with its towers behind."""
     candidates = stated(arguments)
-    exact = Compared(models["own.DCNv2"](), arguments.compiled, candidates)
-    other = Compared(models["own.RDCN"](), arguments.compiled, candidates)
-    vanilla = exact.columns(candidates, False)
-    isolated = other.columns(candidates, False)
-    times = interleaved({"naive": vanilla["naive"], "exact": vanilla["shared"], "exact, cached": vanilla["cached"],
-                         "rDCN": isolated["shared"], "rDCN, cached": isolated["cached"]},
-                        arguments.pairs, arguments.seconds)
+    columns: Timed = {}
+    for name, model in (("", "own.DCNv2"), ("parallel ", "own.ParallelDCNv2"), ("rDCN", "own.RDCN")):
+        one = Compared(models[model](), arguments.compiled, candidates).columns(candidates, False)
+        kind = name if name == "rDCN" else name + "exact"
+        columns |= {f"{name}naive": one["naive"]} if name != "rDCN" else {}
+        columns |= {kind: one["shared"], f"{kind}, cached": one["cached"]}
+    times = interleaved(columns, arguments.pairs, arguments.seconds)
+
+    def speed_up(name: str) -> float:
+        naive = times["parallel naive" if name.startswith("parallel") else "naive"]
+        return statistics.median(n / x for n, x in zip(naive, times[name], strict=True))
+
     return {"candidates": candidates, "ms": {name: 1e3 * statistics.median(v) for name, v in times.items()},
-            "speed_up": {name: statistics.median(n / x for n, x in zip(times["naive"], v, strict=True))
-                         for name, v in times.items() if name != "naive"}}
+            "speed_up": {name: speed_up(name) for name in times if not name.endswith("naive")}}
 
 
 def main() -> None:

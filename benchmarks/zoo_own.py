@@ -62,6 +62,23 @@ class DCNv2(nn.Module):
         return self.mlp(x).squeeze(1)
 
 
+class ParallelDCNv2(nn.Module):
+    """The same cross layers beside the MLP, not under it, and a linear readout of both: DCN V2's other structure."""
+
+    def __init__(self, request: int, candidate: int, towers: tuple[int, ...], layers: int = 3) -> None:
+        super().__init__()
+        width = request + candidate
+        self.cross = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.mlp = mlp(width, towers[:-1], towers[-1])
+        self.readout = nn.Linear(width + towers[-1], 1)
+
+    def forward(self, request: Tensor, candidate: Tensor) -> Tensor:
+        x0 = x = torch.cat([request, candidate], dim=1)
+        for linear in self.cross:
+            x = x0 * linear(x) + x
+        return self.readout(torch.cat([x, torch.relu(self.mlp(x0))], dim=1)).squeeze(1)
+
+
 class RDCN(nn.Module):
     """``DCNv2`` whose request rows never see the candidate (``W_l`` block lower triangular), written compactly.
 
@@ -207,7 +224,7 @@ def own_zoo(size: Size) -> dict[str, Callable[[], ZooModel]]:
 
     def crossed(name: str, build: Callable[..., nn.Module]) -> ZooModel:
         def draw(batch: int, generator: torch.Generator) -> tuple[Any, ...]:
-            return tuple(torch.randn(batch, width, generator=generator) for width in cross)
+            return tuple(0.5 * torch.randn(batch, width, generator=generator) for width in cross)
 
         return ZooModel(name, build(*cross, size.towers), draw, ("request",))
 
@@ -232,5 +249,6 @@ def own_zoo(size: Size) -> dict[str, Callable[[], ZooModel]]:
         return ZooModel("own.Wukong", Wukong(size), draw, ("user",))
 
     return {"own.DLRM": dlrm, "own.DCNv2": lambda: crossed("own.DCNv2", DCNv2),
+            "own.ParallelDCNv2": lambda: crossed("own.ParallelDCNv2", ParallelDCNv2),
             "own.RDCN": lambda: crossed("own.RDCN", RDCN), "own.Transformer": transformer, "own.HSTU": hstu,
             "own.Wukong": wukong}

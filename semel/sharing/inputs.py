@@ -119,7 +119,6 @@ class Signature:
             count = len(tensor)
         return flat, max(count, 0)
 
-
     def _rows(self, values: Any, stage: Stage) -> int:
         """How many rows inputs have of which nothing is wrong; -1 where something is, or they have to be flattened."""
         wanted = self._wanted[stage]
@@ -128,12 +127,12 @@ class Signature:
         rows = -1
         for name, shape, dtype in wanted:
             tensor = values.get(name)
-            if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or not tensor.dim():
+            if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
                 return -1
-            first, *rest = tensor.shape
-            if tuple(rest) != shape or (rows >= 0 and first != rows):
+            size = tensor.shape
+            if not size or size[1:] != shape or (rows >= 0 and size[0] != rows):
                 return -1
-            rows = first
+            rows = size[0]
         return max(rows, 0)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -205,9 +206,11 @@ def check_offsets(candidate_offsets: Any, requests: int, candidates: int) -> Ten
     if candidate_offsets is None:
         if requests != 1:
             raise SharingError(f"{requests} requests need candidate_offsets [{requests + 1}]")
-        return torch.tensor([0, candidates])
-    if requests == 1 and type(candidate_offsets) is list and candidate_offsets == [0, candidates]:
-        return torch.tensor(candidate_offsets)
+        return _whole(candidates)
+    if requests == 1:  # the common case, in microseconds
+        numbers = candidate_offsets.tolist() if type(candidate_offsets) is Tensor else candidate_offsets
+        if type(numbers) is list and numbers == [0, candidates] and type(numbers[1]) is int:
+            return _whole(candidates)
     try:
         offsets = torch.as_tensor(candidate_offsets)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -223,6 +226,12 @@ def check_offsets(candidate_offsets: Any, requests: int, candidates: int) -> Ten
     if bool((offsets[1:] < offsets[:-1]).any()):
         raise SharingError(f"candidate_offsets must not fall: {offsets.tolist()}")
     return offsets
+
+
+@lru_cache(maxsize=1024)
+def _whole(candidates: int) -> Tensor:
+    """Offsets of one request's candidates; whoever gets them only reads them."""
+    return torch.tensor([0, candidates])
 
 
 def layout(offsets: Tensor, device: Any) -> dict[str, Tensor]:

@@ -260,7 +260,10 @@ class SharedModel(Scoring, _Bank):
                 tensors.append(candidate[item.name])
                 continue
             mine = request[item.name]
-            mine = mine.expand(count, *mine.shape[1:]) if owner is None else mine.index_select(0, owner)
+            if owner is not None:
+                mine = mine.index_select(0, owner)
+            elif count != 1:
+                mine = mine.expand(count, *mine.shape[1:])
             if item.columns is not None:
                 theirs = candidate[item.name]
                 mine = torch.cat([mine, theirs], 1).index_select(1, item.order.to(device))

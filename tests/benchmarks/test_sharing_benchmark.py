@@ -33,7 +33,8 @@ def test_it_prints_one_document() -> None:
         assert 0 < model["rows"][1]["flops"]["cached"] <= model["rows"][1]["flops"]["naive"]
     assert "tile" in result["models"]["own.DLRM"]["rows"][1]["ms"]
     assert result["summary"]["shared"] == 2 and result["summary"]["candidates"] == 16
-    assert result["summary"]["cross_network"]["speed_up"].keys() == {"exact", "exact, cached", "rDCN", "rDCN, cached"}
+    assert result["summary"]["cross_network"]["speed_up"].keys() == {
+        "exact", "exact, cached", "parallel exact", "parallel exact, cached", "rDCN", "rDCN, cached"}
 
 
 def test_the_bound_covers_the_median_as_often_as_it_says() -> None:
