@@ -15,9 +15,9 @@ Rounds are interleaved: each runs every column once, in turning order, after two
 are naive over column, medians of the rounds' ratios. ``slower`` is the 95 % upper bound of shared over naive, from
 order statistics of the rounds: no assumption on how times are distributed. FLOPs by ``torch.utils.flop_counter``. The
 difference is the largest one from the unmodified model, in float32 over the output's scale and in float64 as it is.
-Last line: DCNv2 with 1,600 request and 160 candidate dimensions, exact, its towers behind the cross layers (stacked) and
-beside them (parallel, with a linear readout), and with rows of the request that never see the candidate (rDCN, another
-model).
+Last line: DCNv2 with 1,600 request and 160 candidate dimensions, exact, its towers behind the cross layers (stacked)
+and beside them (parallel, with a linear readout), and with rows of the request that never see the candidate (rDCN,
+another model).
 """
 
 from __future__ import annotations
@@ -306,8 +306,8 @@ def summary(results: dict[str, dict[str, Any]], candidates: int) -> dict[str, An
 
 @torch.no_grad()
 def cross_network(models: dict[str, Callable[[], ZooModel]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """At ``STATED`` candidates, interleaved in one run: DCNv2 exact, its towers behind the cross layers and beside them,
-    each against itself unmodified; rDCN against DCNv2 with its towers behind."""
+    """At ``STATED`` candidates, interleaved in one run: DCNv2 exact, its towers behind the cross layers and beside
+    them, each against itself unmodified; rDCN against DCNv2 with its towers behind."""
     candidates = stated(arguments)
     columns: Timed = {}
     for name, model in (("", "own.DCNv2"), ("parallel ", "own.ParallelDCNv2"), ("rDCN", "own.RDCN")):
