@@ -5,17 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "Changes": "table", "ItemMemory": "table", "Rows": "table",
+    "MemoryLayer": "layer", "pool": "layer",
+    "QuantizedMemory": "quantized",
     "CorruptDelta": "delta",
     "DeltaPublisher": "publisher", "Fenced": "publisher",
     "DeltaGap": "subscriber", "DeltaSubscriber": "subscriber", "Position": "subscriber", "memory_at": "subscriber",
 }
 
 __all__ = ["Changes", "CorruptDelta", "DeltaGap", "DeltaPublisher", "DeltaSubscriber", "Fenced", "ItemMemory",
-           "Position", "Rows", "memory_at"]
+           "MemoryLayer", "Position", "QuantizedMemory", "Rows", "memory_at", "pool"]
 
 if TYPE_CHECKING:
     from semel.memory.delta import CorruptDelta
+    from semel.memory.layer import MemoryLayer, pool
     from semel.memory.publisher import DeltaPublisher, Fenced
+    from semel.memory.quantized import QuantizedMemory
     from semel.memory.subscriber import DeltaGap, DeltaSubscriber, Position, memory_at
     from semel.memory.table import Changes, ItemMemory, Rows
 

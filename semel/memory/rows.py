@@ -149,6 +149,37 @@ def read(slots, keys, written, table, oldest, now, start, stop, out, hit, age):
                     target[d] = 0
 
 
+@kernel()
+def read_bytes(slots, keys, bytes_, scale, start, stop, out, hit):
+    """``read`` of rows that are kept as int8: ``out[i] = scale[row] * bytes_[row]``."""
+    rows = np.empty(_BLOCK, np.int64)
+    mask = np.uint64(len(slots) - 1)
+    for first in range(start, stop, _BLOCK):
+        count = min(_BLOCK, stop - first)
+        for i in range(count):
+            prefetch_lines(slots, np.int64(mixed(keys[first + i]) & mask), 16)
+        for i in range(count):
+            rows[i] = row = slots[slot_of(slots, keys[first + i]), 1] - 1
+            if row >= 0:
+                prefetch_lines(scale, row, 4)
+                prefetch_lines(bytes_, row, bytes_.shape[1])
+        for i in range(count):
+            row, at = rows[i], first + i
+            hit[at] = row >= 0
+            factor = scale[row] if row >= 0 else np.float32(0)
+            source, target = bytes_[max(row, 0)], out[at]
+            for d in range(len(target)):
+                target[d] = factor * np.float32(source[d])
+
+
+@kernel()
+def read_ages(slots, keys, written, now, age):
+    """Microseconds since each key's row was written; -1 where it has none."""
+    for i in range(len(keys)):
+        row = slots[slot_of(slots, keys[i]), 1] - 1
+        age[i] = max(now - written[row], 0) if row >= 0 else -1
+
+
 @kernel(fastmath={"reassoc"})
 def first_not_finite(vectors):
     """The first row that holds a NaN or an infinity; -1 for none."""

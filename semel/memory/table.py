@@ -29,6 +29,8 @@ from semel.memory.rows import LIVE, STEP, TOWER, USED
 Policy = Literal["lru", "ttl"]
 _PARALLEL = 4096
 """Fewer keys than this are not worth a second thread."""
+MISS = -1
+"""The age of a key without a row."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class ItemMemory(nn.Module):
             self._stamp += len(rows)
             source = vectors[some] if on_host else vectors[some, :0]
             given = [rows, source, *(fact[some] for fact in facts), stamp, self._written, self._facts, table]
-            _in_parallel(len(rows), lambda a, b, given=given: loops.store(*given, a, b))
+            in_parallel(len(rows), lambda a, b, given=given: loops.store(*given, a, b))
             if not on_host:
                 last = self._facts[rows, USED] == stamp + np.arange(len(rows))
                 where = torch.from_numpy(rows[last]).to(self.vectors.device)
@@ -238,7 +240,7 @@ class ItemMemory(nn.Module):
         table = self.vectors.numpy() if on_host else np.empty((self.capacity, 0), np.float32)
         target = out.detach().numpy() if on_host else np.empty((len(numbers), 0), np.float32)
         given = [self._slots, numbers, self._written, table, oldest, now]
-        _in_parallel(len(numbers), lambda a, b: loops.read(*given, a, b, target, hit, age))
+        in_parallel(len(numbers), lambda a, b: loops.read(*given, a, b, target, hit, age))
         if not on_host:
             rows = np.empty(len(numbers), np.int64)
             index.find(self._slots, numbers, 0, len(numbers), rows)
@@ -251,6 +253,13 @@ class ItemMemory(nn.Module):
                 self._stamp += 1
         self._count(len(numbers), int(hit.sum()))
         return out, torch.from_numpy(hit).to(device), torch.from_numpy(age).to(device)
+
+    def ages(self, keys: Any, *, now: int | None = None) -> Tensor:
+        """[N] microseconds since each key's row was written, -1 where it has none. No use of the rows."""
+        numbers, _ = self._keys(keys, known=False)
+        age = np.empty(len(numbers), np.int64)
+        loops.read_ages(self._slots, numbers, self._written, _microseconds() if now is None else now, age)
+        return torch.from_numpy(age)
 
     def _count(self, reads: int, hits: int) -> None:
         """Warns where rows leave before they are asked for, anew when twice as many have left."""
@@ -399,7 +408,7 @@ def _microseconds() -> int:
     return time.time_ns() // 1000
 
 
-def _in_parallel(count: int, loop: Any) -> None:
+def in_parallel(count: int, loop: Any) -> None:
     """``loop(start, stop)`` over all, in as many parts as there are threads."""
     threads = torch.get_num_threads() if count >= _PARALLEL else 1
     edges = [count * i // threads for i in range(threads + 1)]
