@@ -91,6 +91,10 @@ class DeltaPublisher:
         """Publishes what has changed; returns the sequence number of the last record. Without changes (and with one
         shard) nothing is published. ``step``: of training, by default the latest of a row that changed."""
         with self._lock:
+            newest = max(epochs(self.sink), default=0)
+            if newest > self.epoch:  # before the memory is asked: its changes may be another publisher's now
+                raise Fenced(f"{self.sink.url}: epoch {newest} has begun, this publisher's is {self.epoch}; only one "
+                             "trainer may publish to a log")
             snapshot = None
             with self.memory.still():
                 self.memory.expire()
@@ -101,9 +105,6 @@ class DeltaPublisher:
             waiting = self._waiting
             if not len(waiting.rows) and not len(waiting.gone) and self.shards == 1:
                 return self.sequence
-            if max(epochs(self.sink), default=0) > self.epoch:
-                raise Fenced(f"{self.sink.url}: epoch {max(epochs(self.sink))} has begun, this publisher's is "
-                             f"{self.epoch}; only one trainer may publish to a log")
             step = _latest(waiting.rows) if step is None else step
             place = Place("delta", self.epoch, self.shard, self.sequence + 1, step, _now())
             self.sequence += 1

@@ -106,11 +106,11 @@ class DeltaSubscriber:
             except (CorruptDelta, DeltaGap) as found:
                 error = found
             rows = self._advance(new) if new else 0
-            if error is not None:
-                at = self._tables[0].position.sequence
-                if log.snapshot(epoch, above=at) is None:
-                    raise error
+            at = self._tables[0].position.sequence
+            if log.snapshots(epoch)[0] > at:  # the records between are gone or damaged, or were cut off
                 rows += self._from_snapshot(log, epoch, at)
+            elif error is not None:
+                raise error
             return rows
 
     def _from_snapshot(self, log: _Log, epoch: int, above: int) -> int:
@@ -202,9 +202,6 @@ class _Log:
         shards = self.described(epoch)["shards"]
         found = self.records[epoch, "snapshot"]
         return sorted((sequence for sequence, have in found.items() if len(have) == shards), reverse=True)
-
-    def snapshot(self, epoch: int, above: int) -> int | None:
-        return next((sequence for sequence in self.snapshots(epoch) if sequence > above), None)
 
     def following(self, epoch: int, sequence: int) -> Iterator[int]:
         """The numbers after ``sequence`` that all shards have, up to the last. DeltaGap where one is left out."""

@@ -364,7 +364,7 @@ class ItemMemory(nn.Module):
         array = keys.detach().cpu().numpy() if isinstance(keys, Tensor) else np.asarray(keys)
         if array.ndim != 1:
             raise ValueError(f"keys must be a vector, got shape {list(array.shape)}")
-        if array.dtype.kind in "iu":
+        if array.dtype.kind in "iu" or not array.size:
             return np.ascontiguousarray(array, dtype=np.int64), {}
         if array.dtype.kind not in "OUT" or not all(isinstance(key, str) for key in array.tolist()):
             raise ValueError(f"keys must be integers or strings, got {array.dtype}")
