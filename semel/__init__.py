@@ -27,8 +27,8 @@ _HOME = {
 }
 
 __all__ = [
-    "Client", "EventSchema", "HistoryStore", "ItemMemory", "Jagged", "JaggedTable", "Pointers", "Predictor", "Projection",
-    "RequestBatch", "RequestRows", "Trainer", "__version__", "isolate", "share",
+    "Client", "EventSchema", "HistoryStore", "ItemMemory", "Jagged", "JaggedTable", "Pointers", "Predictor",
+    "Projection", "RequestBatch", "RequestRows", "Trainer", "__version__", "isolate", "share",
 ]
 
 if TYPE_CHECKING:
