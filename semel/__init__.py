@@ -18,6 +18,7 @@ _HOME = {
     "EventSchema": "semel.history",
     "HistoryStore": "semel.history",
     "Projection": "semel.history",
+    "ItemMemory": "semel.memory",
     "isolate": "semel.sharing",
     "share": "semel.sharing",
     "Trainer": "semel.training",
@@ -26,13 +27,14 @@ _HOME = {
 }
 
 __all__ = [
-    "Client", "EventSchema", "HistoryStore", "Jagged", "JaggedTable", "Pointers", "Predictor", "Projection",
-    "RequestBatch", "RequestRows", "Trainer", "__version__", "isolate", "share",
+    "Client", "EventSchema", "HistoryStore", "ItemMemory", "Jagged", "JaggedTable", "Pointers", "Predictor",
+    "Projection", "RequestBatch", "RequestRows", "Trainer", "__version__", "isolate", "share",
 ]
 
 if TYPE_CHECKING:
     from semel.batch import Jagged, JaggedTable, Pointers, RequestBatch, RequestRows
     from semel.history import EventSchema, HistoryStore, Projection
+    from semel.memory import ItemMemory
     from semel.serving import Client, Predictor
     from semel.sharing import isolate, share
     from semel.training import Trainer

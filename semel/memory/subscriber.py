@@ -1,0 +1,264 @@
+"""``DeltaSubscriber``: follows a log of deltas; its memory is what the trainer's was at one moment, whole.
+
+Two tables: one is read, the other gets what is new, then they change places. So readers never wait and never see half
+of a record.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from semel.memory.delta import FORMAT_VERSION, CorruptDelta, decode
+from semel.memory.publisher import place_of
+from semel.memory.sink import Sink, open_sink
+from semel.memory.table import Changes, ItemMemory
+
+
+class DeltaGap(RuntimeError):
+    """A record is missing or damaged and no later snapshot is there: the memory stays as it was before it."""
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Of a memory in a log: all records of ``epoch`` up to ``sequence``, of every shard, and none after."""
+
+    epoch: int
+    sequence: int
+
+
+class _Table:
+    """A memory, how far it is, and how many read it just now."""
+
+    def __init__(self, memory: ItemMemory) -> None:
+        self.memory, self.position, self.readers = memory, Position(0, -1), 0
+
+
+class DeltaSubscriber:
+    """``poll()`` applies what is new at ``url`` and returns how many rows and departures that was; ``memory`` is the
+    latest whole state, read-only, its ``position`` beside it. Before the first publisher there is none: None.
+
+    Records are applied in order, each sequence number when all shards have it. One that was applied already is passed
+    over; where one is missing or damaged, the next snapshot is loaded instead; a new epoch begins with its snapshot.
+    ``freshness``: seconds from write to visible, of the last rows.
+
+    Raises DeltaGap, CorruptDelta for a log that cannot be followed (``memory`` stays what it was), OSError where
+    ``url`` does not answer, ValueError for a log of a newer format.
+    """
+
+    def __init__(self, url: str | Path) -> None:
+        self.sink: Sink = open_sink(url)
+        self.freshness: deque[float] = deque(maxlen=10_000)
+        self.error: Exception | None = None
+        self._tables: list[_Table] = []
+        self._between: list[tuple[Position, list[Changes]]] = []  # what the spare table lacks
+        self._lock = threading.Lock()
+        self._polling = threading.Lock()
+
+    @property
+    def memory(self) -> ItemMemory | None:
+        """To read from once; a request that reads more than once does so within ``reading``."""
+        return self._tables[0].memory if self._tables else None
+
+    @property
+    def position(self) -> Position | None:
+        return self._tables[0].position if self._tables else None
+
+    @contextmanager
+    def reading(self) -> Iterator[tuple[ItemMemory, Position]]:
+        """One state, which stays as it is within the block. RuntimeError before the first publisher."""
+        with self._lock:
+            if not self._tables:
+                raise RuntimeError(f"{self.sink.url}: nothing was published yet; poll() later")
+            table = self._tables[0]
+            table.readers += 1
+        try:
+            yield table.memory, table.position
+        finally:
+            with self._lock:
+                table.readers -= 1
+
+    def poll(self) -> int:
+        """Applies what is new; how many rows and departures. From one thread at a time."""
+        with self._polling:
+            log = _Log(self.sink)
+            epoch = log.newest()
+            if epoch is None:
+                return 0
+            position = self.position
+            if position is None or epoch != position.epoch:
+                if position is not None and epoch < position.epoch:
+                    raise DeltaGap(f"{self.sink.url}: epoch {position.epoch} was there and is gone; it now ends at "
+                                   f"{epoch}. Publish anew, or follow it with a new subscriber")
+                return self._from_snapshot(log, epoch, -1)
+            new: list[tuple[Position, list[Changes]]] = []
+            error: Exception | None = None
+            try:
+                new.extend((Position(epoch, sequence), log.deltas(epoch, sequence))
+                           for sequence in log.following(epoch, position.sequence))
+            except (CorruptDelta, DeltaGap) as found:
+                error = found
+            rows = self._advance(new) if new else 0
+            at = self._tables[0].position.sequence
+            if log.snapshots(epoch)[0] > at:  # the records between are gone or damaged, or were cut off
+                rows += self._from_snapshot(log, epoch, at)
+            elif error is not None:
+                raise error
+            return rows
+
+    def _from_snapshot(self, log: _Log, epoch: int, above: int) -> int:
+        """A fresh table from the newest snapshot that is whole, and what follows it."""
+        damaged: Exception | None = None
+        for sequence in log.snapshots(epoch):
+            if sequence <= above:
+                break
+            try:
+                table = log.table(epoch, sequence)
+                break
+            except CorruptDelta as error:
+                damaged = damaged or error
+        else:
+            sequence = above
+        if sequence <= above:
+            raise damaged or DeltaGap(f"{self.sink.url}: epoch {epoch} has no whole snapshot")
+        rows = len(table.memory)
+        with self._lock:
+            spare = _Table(_copy(table.memory))
+            spare.position = table.position
+            self._tables, self._between = [table, spare], []
+        self._note(table.memory.rows().written)
+        new = []
+        for following in log.following(epoch, sequence):
+            try:
+                new.append((Position(epoch, following), log.deltas(epoch, following)))
+            except (CorruptDelta, DeltaGap):
+                break  # said at the next poll, if no snapshot has come by then
+        return rows + (self._advance(new) if new else 0)
+
+    def _advance(self, new: list[tuple[Position, list[Changes]]]) -> int:
+        spare = self._tables[1]
+        while spare.readers:  # of a request that began before the last swap
+            time.sleep(0.0005)
+        for position, parts in [*self._between, *new]:
+            for changes in parts:
+                spare.memory.merge(changes)
+            spare.position = position
+        with self._lock:
+            self._tables, self._between = [spare, self._tables[0]], new
+        for _, parts in new:
+            for changes in parts:
+                self._note(changes.rows.written)
+        return sum(len(changes.rows) + len(changes.gone) for _, parts in new for changes in parts)
+
+    def _note(self, written: Any) -> None:
+        now = time.time_ns() // 1000
+        self.freshness.extend(((now - written[-1000:]) / 1e6).tolist())
+
+
+class _Log:
+    """What a listing of the sink shows."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.records: dict[tuple[int, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        names = sink.names()
+        for place in map(place_of, names):
+            if place is not None:
+                epoch, shard, kind, sequence = place
+                self.records[epoch, kind][sequence].add(shard)
+        self.epochs = sorted(int(name[:8]) for name in names if name[8:] == "/epoch.json" and name[:8].isdigit())
+        self._described: dict[int, dict[str, int]] = {}
+
+    def described(self, epoch: int) -> dict[str, int]:
+        if epoch not in self._described:
+            name = f"{epoch:08d}/epoch.json"
+            try:
+                found = json.loads(self.sink.read(name))
+                version = found["format_version"]
+                if version != FORMAT_VERSION:
+                    raise ValueError(f"{self.sink.url}/{name} has format version {version}; this version of semel "
+                                     f"reads {FORMAT_VERSION}")
+                self._described[epoch] = {key: int(found[key]) for key in ("shards", "dim", "capacity")}
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise CorruptDelta(f"{self.sink.url}/{name} is damaged") from None
+        return self._described[epoch]
+
+    def newest(self) -> int | None:
+        """The latest epoch of which all shards have begun."""
+        for epoch in reversed(self.epochs):
+            if self.snapshots(epoch):
+                return epoch
+        return None
+
+    def snapshots(self, epoch: int) -> list[int]:
+        """Sequence numbers of snapshots that all shards have, newest first."""
+        shards = self.described(epoch)["shards"]
+        found = self.records[epoch, "snapshot"]
+        return sorted((sequence for sequence, have in found.items() if len(have) == shards), reverse=True)
+
+    def following(self, epoch: int, sequence: int) -> Iterator[int]:
+        """The numbers after ``sequence`` that all shards have, up to the last. DeltaGap where one is left out."""
+        shards = self.described(epoch)["shards"]
+        found = self.records[epoch, "delta"]
+        last = max((number for number, have in found.items() if len(have) == shards), default=0)
+        for number in range(sequence + 1, last + 1):
+            if len(found.get(number, ())) < shards:
+                missing = min(set(range(shards)) - found.get(number, set()))
+                raise DeltaGap(f"{self.sink.url}: record {number} of shard {missing} in epoch {epoch} is missing, "
+                               "later ones are there; wait for a snapshot, or publish anew")
+            yield number
+
+    def deltas(self, epoch: int, sequence: int) -> list[Changes]:
+        return self._parts("delta", epoch, sequence)
+
+    def _parts(self, kind: str, epoch: int, sequence: int) -> list[Changes]:
+        found = []
+        for shard in range(self.described(epoch)["shards"]):
+            name = f"{epoch:08d}/{kind}-{shard:04d}-{sequence:012d}"
+            try:
+                content = self.sink.read(name)
+            except FileNotFoundError:
+                raise DeltaGap(f"{self.sink.url}/{name} was there and is gone") from None
+            changes = decode(content, name)[1]
+            if changes.rows.vectors.shape[1] != self.described(epoch)["dim"]:
+                raise CorruptDelta(f"{name}: vectors of {changes.rows.vectors.shape[1]}, the log's have "
+                                   f"{self.described(epoch)['dim']}")
+            found.append(changes)
+        return found
+
+    def table(self, epoch: int, sequence: int) -> _Table:
+        about = self.described(epoch)
+        memory = ItemMemory(about["capacity"], about["dim"]).eval()
+        memory.read_only = f"it follows {self.sink.url}"
+        for changes in self._parts("snapshot", epoch, sequence):
+            memory.merge(changes)
+        table = _Table(memory)
+        table.position = Position(epoch, sequence)
+        return table
+
+
+def memory_at(url: str | Path, epoch: int, sequence: int) -> ItemMemory:
+    """The memory as it was at a position that an exposure names. DeltaGap where the log no longer reaches so far."""
+    log = _Log(open_sink(url))
+    before = next((number for number in log.snapshots(epoch) if number <= sequence), None) if epoch in log.epochs \
+        else None
+    if before is None:
+        raise DeltaGap(f"{url}: no snapshot at or before record {sequence} of epoch {epoch} is left")
+    memory = log.table(epoch, before).memory
+    for number in range(before + 1, sequence + 1):
+        for changes in log.deltas(epoch, number):
+            memory.merge(changes)
+    return memory
+
+
+def _copy(memory: ItemMemory) -> ItemMemory:
+    import copy
+
+    return copy.deepcopy(memory)
