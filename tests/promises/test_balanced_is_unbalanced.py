@@ -23,7 +23,7 @@ def counts(ranks, world_size):
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(costs=COSTS, world_size=st.integers(1, 9))
 def test_each_request_goes_to_one_rank(name, costs, world_size):
     given_costs = np.array(costs)
@@ -48,7 +48,7 @@ def test_every_rank_gets_the_same_answer(name, costs, world_size):
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), world_size=st.integers(1, 6), slack=st.floats(1.0, 1.5))
 def test_the_cap_holds_or_is_refused(name, data, world_size, slack):
     tokens = data.draw(st.lists(st.integers(0, 100), min_size=1, max_size=40), label="tokens")
@@ -65,11 +65,11 @@ def test_the_cap_holds_or_is_refused(name, data, world_size, slack):
     if name in EQUAL:
         assert np.ptp(counts(ranks, world_size)) <= 1
     free = getattr(balance, name)(costs, world_size)
-    if balance.loads(tokens, free, world_size).max() <= cap and name != "equal_cost":
+    if balance.loads(tokens, free, world_size).max() <= cap and name[:5] != "equal":
         assert np.array_equal(ranks, free)  # a cap that does not bind changes nothing
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), groups=st.lists(st.integers(0, 2), min_size=1, max_size=6))
 def test_no_request_leaves_its_group(data, groups):
     costs = data.draw(st.lists(st.integers(0, 10**4), max_size=40))
@@ -78,7 +78,7 @@ def test_no_request_leaves_its_group(data, groups):
     assert np.array_equal(np.array(groups)[ranks], np.array(groups)[np.array(home, int)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), world_size=st.integers(1, 6))
 def test_rebalancing_never_makes_a_batch_slower(data, world_size):
     costs = data.draw(st.lists(st.integers(0, 10**4), max_size=40))
