@@ -202,7 +202,7 @@ class Shares:
 @dataclass(frozen=True)
 class IdleReport:
     """The share of a step that ranks wait for the slowest, judged by tokens, by modelled cost and by measured time
-    (None where none was). Where cost says little and time says much, the model is wrong or ranks are not equally fast."""
+    (None where none was). Where only time says much, the model is wrong or ranks are not equally fast."""
 
     tokens: float
     cost: float
