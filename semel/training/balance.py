@@ -201,15 +201,15 @@ def _measure(values: Any, name: str) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iufb":
         raise ValueError(f"{name} must be one number a request, [requests]; got shape {array.shape} of {array.dtype}")
-    array = array.astype(np.float64) + 0.0  # no -0.0: bits order as numbers do
-    wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-    if len(wrong):
-        raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}; it must be finite and not negative")
+    array = np.add(array, 0.0, dtype=np.float64)  # no -0.0: then bits order as numbers do
+    if len(array) and not (array.min() >= 0 and array.max() < np.inf):
+        wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))[0]
+        raise ValueError(f"{name}[{wrong}] is {array[wrong]}; it must be finite and not negative")
     return array
 
 
 def _ranks(values: Any, requests: int, world_size: int, name: str) -> np.ndarray:
-    ranks = np.asarray(values).astype(np.int64)
+    ranks = np.array(values, np.int64)
     if ranks.shape != (requests,):
         raise ValueError(f"{name} must be one rank a request, [{requests}]; got shape {ranks.shape}")
     if requests and not (ranks.min() >= 0 and ranks.max() < world_size):
@@ -220,7 +220,7 @@ def _ranks(values: Any, requests: int, world_size: int, name: str) -> np.ndarray
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a partition is asked about, checked. Without a cap it is infinite, and ``tokens`` are zeros."""
+    """What a partition is asked about, checked. Without a cap it is infinite, and there are no ``tokens``: [0]."""
 
     costs: np.ndarray
     world_size: int
@@ -233,7 +233,7 @@ class _Batch:
             raise ValueError(f"world_size is {world_size}; there must be a rank")
         measured = _measure(costs, "costs")
         if token_cap is None:
-            return cls(measured, int(world_size), np.zeros(len(measured)), np.inf)
+            return cls(measured, int(world_size), np.empty(0), np.inf)
         if tokens is None:
             raise ValueError(f"token_cap={token_cap:g} needs tokens, how many each request has")
         size = _measure(tokens, "tokens")
@@ -270,8 +270,8 @@ class _Batch:
         return ranks, _kernels().longest_first(self.order, self.costs, self.tokens, self.cap, self.world_size, ranks)
 
     def refined(self, ranks: np.ndarray, least: int, most: int, enough: float = FINE) -> tuple[np.ndarray, float]:
-        """``ranks`` after exchanges within the cap, and the cost of the heaviest."""
-        ranks = self.within_cap(ranks, least, most).copy()
+        """``ranks``, which it changes, after exchanges within the cap, and the cost of the heaviest."""
+        ranks = self.within_cap(ranks, least, most)
         heaviest = self._exchange(self.order, self.costs, self.tokens, self.cap, ranks, least, most, self.goal(enough))
         return ranks, heaviest
 
@@ -283,11 +283,11 @@ class _Batch:
         starts = [ranks, _dealt(by_tokens, self.world_size)]
         if least == 0 and most == self.requests:
             starts.append(np.empty(self.requests, np.int64))
-            _kernels().longest_first(by_tokens, self.tokens, self.tokens, np.inf, self.world_size, starts[-1])
+            _kernels().longest_first(by_tokens, self.tokens, np.empty(0), np.inf, self.world_size, starts[-1])
         peaks = []
         for start in starts:
             mended = start.copy()
-            self._exchange(by_tokens, self.tokens, np.zeros(self.requests), np.inf, mended, least, most, self.cap)
+            self._exchange(by_tokens, self.tokens, np.empty(0), np.inf, mended, least, most, self.cap)
             peaks.append(self._peak(mended))
             if peaks[-1] <= self.cap:
                 return mended

@@ -1,4 +1,8 @@
-"""The compiled loops of ``semel.training.balance``: sums in one fixed order, so that every rank gets the same bits."""
+"""The compiled loops of ``semel.training.balance``: sums in one fixed order, so that every rank gets the same bits.
+
+They use little memory, since at a few hundred microseconds a call the first touch of a page is most of the work.
+``tokens`` [requests], or [0] where there is no cap.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +21,37 @@ def kernel(function: Any) -> Any:
         return numba.njit(nogil=True)(function)
 
 
+BITS = 11
+"""Of a digit: 2,048 counters lie in the first cache."""
+
+
 @kernel
 def descending(costs):
     """The order of ``costs`` [n] (float64, none negative), largest first, ties as they came: a radix sort of the bits,
     which for such numbers order as the numbers do."""
-    n = len(costs)
-    keys = ~costs.view(np.uint64)
-    order = np.arange(n)
-    other = np.empty(n, np.int64)
-    for shift in range(0, 64, 11):
-        start = np.zeros(2049, np.int64)
-        for i in range(n):
-            start[((keys[i] >> np.uint64(shift)) & np.uint64(2047)) + np.uint64(1)] += 1
-        if start.max() == n:  # a digit that all share
+    n, radix, mask = len(costs), 1 << BITS, np.uint64((1 << BITS) - 1)
+    digits = (64 + BITS - 1) // BITS
+    keys, other_keys = ~costs.view(np.uint64), np.empty(n, np.uint64)
+    order, other = np.empty(n, np.int32), np.empty(n, np.int32)
+    for i in range(n):
+        order[i] = i
+    count = np.zeros((digits, radix), np.int64)
+    for key in keys:
+        for digit in range(digits):
+            count[digit, (key >> np.uint64(digit * BITS)) & mask] += 1
+    for digit in range(digits):
+        shift, start = np.uint64(digit * BITS), count[digit]
+        if n == 0 or start[(keys[0] >> shift) & mask] == n:  # all share it
             continue
-        for digit in range(2048):
-            start[digit + 1] += start[digit]
+        before = 0
+        for value in range(radix):
+            start[value], before = before, before + start[value]
         for i in range(n):
-            digit = (keys[order[i]] >> np.uint64(shift)) & np.uint64(2047)
-            other[start[digit]] = order[i]
-            start[digit] += 1
+            value = (keys[i] >> shift) & mask
+            to = start[value]
+            start[value] = to + 1
+            other_keys[to], other[to] = keys[i], order[i]
+        keys, other_keys = other_keys, keys
         order, other = other, order
     return order
 
@@ -82,11 +97,11 @@ def _sift(heap, at, load, count):
 def longest_first(order, costs, tokens, cap, world_size, ranks):
     """LPT into ``ranks``: each request, largest first, to the rank with the least so far that has room for its tokens.
     False where one finds no room."""
-    heap = np.arange(world_size)
+    heap, capped = np.arange(world_size), len(tokens) > 0
     load, filled, count = np.zeros(world_size), np.zeros(world_size), np.zeros(world_size, np.int64)
     for request in order:
         at = 0
-        if filled[heap[0]] + tokens[request] > cap:
+        if capped and filled[heap[0]] + tokens[request] > cap:
             at = -1
             for i in range(world_size):
                 if filled[heap[i]] + tokens[request] <= cap and (at < 0 or _before(heap[i], heap[at], load, count)):
@@ -96,7 +111,8 @@ def longest_first(order, costs, tokens, cap, world_size, ranks):
         rank = heap[at]
         ranks[request] = rank
         load[rank] += costs[request]
-        filled[rank] += tokens[request]
+        if capped:
+            filled[rank] += tokens[request]
         count[rank] += 1
         _sift(heap, at, load, count)
     return True
@@ -108,9 +124,9 @@ def differencing(order, costs, world_size, ranks):
     n = len(order)
     rounds = (n + world_size - 1) // world_size
     sums = np.zeros((rounds, world_size))
-    head = np.full((rounds, world_size), -1)
-    tail = np.full((rounds, world_size), -1)
-    following = np.full(n, -1)
+    head = np.full((rounds, world_size), -1, np.int32)
+    tail = np.full((rounds, world_size), -1, np.int32)
+    following = np.full(n, -1, np.int32)
     heap = [(0.0, 0) for _ in range(0)]
     for i in range(n):
         lap, place = divmod(i, world_size)
@@ -149,34 +165,41 @@ NEAR = 4
 
 
 @kernel
-def _exchange(heavy, light, wanted, fine, costs, tokens, cap, gap, full_heavy, full_light, may_move):
-    """The request of ``heavy`` to give and that of ``light`` to take for it (-1: none), places in the two lists, both
-    sorted by cost: those whose difference in cost is nearest to ``wanted`` of all between 0 and ``gap``, and whose
-    tokens leave both ranks within ``cap``, or a rank over it no fuller. (-1, -1) where there are none."""
+def _exchange(costs, tokens, other_costs, other_tokens, wanted, fine, gap, room, other_room, may_move):
+    """Which request a rank gives to another, and which it takes for it (-1: none), as places in their lists, sorted by
+    cost: of all with a difference in cost between 0 and ``gap`` the nearest to ``wanted``, or the first within
+    ``fine`` of it. The rank may have ``room`` tokens more, the other ``other_room``. (-1, -1) where there are none."""
     give, take, error = -1, -1, np.inf
-    most_heavy, most_light = max(cap, full_heavy), max(cap, full_light)
-    j = 0
-    for i in range(len(heavy)):
-        cost, size = costs[heavy[i]], tokens[heavy[i]]
-        if may_move and 0.0 < cost < gap and abs(cost - wanted) < error and full_light + size <= most_light:
-            give, take, error = i, -1, abs(cost - wanted)
+    j, others, capped = 0, len(other_costs), len(tokens) > 0
+    near = NEAR if capped else 1
+    size, more = 0.0, 0.0
+    for i in range(len(costs)):
+        cost = costs[i]
         if cost <= 0.0:
             break
-        while j < len(light) and costs[light[j]] >= cost - wanted:
+        if capped:
+            size = tokens[i]
+        if may_move and cost < gap and abs(cost - wanted) < error and size <= other_room:
+            give, take, error = i, -1, abs(cost - wanted)
+        while j < others and other_costs[j] >= cost - wanted:
             j += 1
-        for k in range(j, min(j + NEAR, len(light))):
-            delta, more = cost - costs[light[k]], size - tokens[light[k]]
-            if abs(delta - wanted) >= error or delta >= gap:
+        for k in range(j, min(j + near, others)):
+            delta = cost - other_costs[k]
+            if delta - wanted >= error or delta >= gap:
                 break
-            if delta > 0.0 and full_heavy - more <= most_heavy and full_light + more <= most_light:
-                give, take, error = i, k, abs(delta - wanted)
+            if capped:
+                more = size - other_tokens[k]
+            if delta > 0.0 and -more <= room and more <= other_room:
+                give, take, error = i, k, delta - wanted
                 break
-        for k in range(j - 1, max(j - 1 - NEAR, -1), -1):
-            delta, more = cost - costs[light[k]], size - tokens[light[k]]
-            if abs(delta - wanted) >= error or delta <= 0.0:
+        for k in range(j - 1, max(j - 1 - near, -1), -1):
+            delta = cost - other_costs[k]
+            if wanted - delta >= error or delta <= 0.0:
                 break
-            if delta < gap and full_heavy - more <= most_heavy and full_light + more <= most_light:
-                give, take, error = i, k, abs(delta - wanted)
+            if capped:
+                more = size - other_tokens[k]
+            if delta < gap and -more <= room and more <= other_room:
+                give, take, error = i, k, wanted - delta
                 break
         if error <= fine:
             break
@@ -184,23 +207,28 @@ def _exchange(heavy, light, wanted, fine, costs, tokens, cap, gap, full_heavy, f
 
 
 @kernel
-def _replace(members, start, size, out, new, place):
-    """In the sorted list ``members[start:start + size]``, the entry at ``out`` (-1: none) makes way for the request
-    ``new`` (-1: none). ``place``: of each request in the order of costs. Returns the size after."""
+def _replace(who, cost, token, start, size, out, new, new_cost, new_token):
+    """In a rank's list, ``size`` entries from ``start`` on in order of ``who``, the one at ``out`` (-1: none) makes way
+    for ``new`` (-1: none). Returns the size after."""
+    capped = len(token) > 0
     at = start + out if out >= 0 else start + size
+    end = start + size - (1 if out >= 0 else 0)  # of the list without what makes way
+    while at < end and (new < 0 or who[at + 1] < new):
+        who[at], cost[at] = who[at + 1], cost[at + 1]
+        if capped:
+            token[at] = token[at + 1]
+        at += 1
     if new < 0:
-        for i in range(at, start + size - 1):
-            members[i] = members[i + 1]
         return size - 1
-    while at > start and place[members[at - 1]] > place[new]:
-        members[at] = members[at - 1]
+    while at > start and who[at - 1] > new:
+        who[at], cost[at] = who[at - 1], cost[at - 1]
+        if capped:
+            token[at] = token[at - 1]
         at -= 1
-    if out >= 0:
-        while at < start + size - 1 and place[members[at + 1]] < place[new]:
-            members[at] = members[at + 1]
-            at += 1
-    members[at] = new
-    return size + (0 if out >= 0 else 1)
+    who[at], cost[at] = new, new_cost
+    if capped:
+        token[at] = new_token
+    return end - start + 1
 
 
 @kernel
@@ -208,25 +236,26 @@ def refine(order, costs, tokens, cap, ranks, world_size, least, most, goal, sear
     """Exchange requests between the heaviest and a light rank, in ``ranks``, until no rank is above ``goal``, nothing
     helps the heaviest, or so many pairs of ranks were searched. Counts stay between ``least`` and ``most`` requests a
     rank, tokens within ``cap`` (of a rank that is over it: no more than before). Returns the cost of the heaviest."""
-    n = len(order)
-    place = np.empty(n, np.int64)
-    size = np.zeros(world_size, np.int64)
-    load, filled = np.zeros(world_size), np.zeros(world_size)
-    for i in range(n):
-        request = order[i]
-        place[request] = i
-        size[ranks[request]] += 1
-        load[ranks[request]] += costs[request]
-        filled[ranks[request]] += tokens[request]
-    first = np.zeros(world_size + 1, np.int64)  # each rank's list, sorted by cost, has room to grow
+    n, capped = len(order), len(tokens) > 0
+    size, load, filled = np.zeros(world_size, np.int64), np.zeros(world_size), np.zeros(world_size)
+    for rank in ranks:
+        size[rank] += 1
+    first = np.zeros(world_size + 1, np.int64)  # a rank's list, sorted as the order is, has room to grow
     for rank in range(world_size):
         first[rank + 1] = first[rank] + min(size[rank] + min(most - least, SPARE), n)
-    members = np.empty(first[world_size], np.int64)
+    who = np.empty(first[world_size], np.int32)  # places in the order
+    cost, token = np.empty(first[world_size]), np.empty(first[world_size] if capped else 0)
     size[:] = 0
-    for request in order:
+    for i in range(n):
+        request = order[i]
         rank = ranks[request]
-        members[first[rank] + size[rank]] = request
+        at = first[rank] + size[rank]
+        who[at], cost[at] = i, costs[request]
         size[rank] += 1
+        load[rank] += costs[request]
+        if capped:
+            token[at] = tokens[request]
+            filled[rank] += tokens[request]
     mean = load.sum() / world_size
     fine = 0.25 * (goal - mean)
     refused = np.full(world_size, -1)  # by which heaviest rank, as the number of its exchange
@@ -243,27 +272,28 @@ def refine(order, costs, tokens, cap, ranks, world_size, least, most, goal, sear
         wanted = min(load[heavy] - mean, mean - load[light])  # one of the two is done with
         if wanted <= 0.0:
             wanted = 0.5 * (load[heavy] - load[light])
-        may_move = size[heavy] > least and size[light] < min(most, first[light + 1] - first[light])
+        a, b = first[heavy], first[light]
+        may_move = size[heavy] > least and size[light] < min(most, first[light + 1] - b)
         give, take = _exchange(
-            members[first[heavy] : first[heavy] + size[heavy]], members[first[light] : first[light] + size[light]],
-            wanted, fine, costs, tokens, cap, load[heavy] - load[light], filled[heavy], filled[light], may_move)
+            cost[a : a + size[heavy]], token[a : a + size[heavy]], cost[b : b + size[light]],
+            token[b : b + size[light]], wanted, fine, load[heavy] - load[light], max(cap - filled[heavy], 0.0),
+            max(cap - filled[light], 0.0), may_move)
         if give < 0:
             refused[light] = exchange
             continue
-        a = members[first[heavy] + give]
-        delta, more, b = costs[a], tokens[a], -1
+        old, old_cost, old_token = who[a + give], cost[a + give], token[a + give] if capped else 0.0
+        new, new_cost, new_token = np.int32(-1), 0.0, 0.0
         if take >= 0:
-            b = members[first[light] + take]
-            delta -= costs[b]
-            more -= tokens[b]
+            new, new_cost, new_token = who[b + take], cost[b + take], token[b + take] if capped else 0.0
+        delta, more = old_cost - new_cost, old_token - new_token
         if load[heavy] - delta >= load[heavy] or load[light] + delta >= load[heavy]:  # lost in rounding
             refused[light] = exchange
             continue
-        size[heavy] = _replace(members, first[heavy], size[heavy], give, b, place)
-        size[light] = _replace(members, first[light], size[light], take, a, place)
-        ranks[a] = light
-        if b >= 0:
-            ranks[b] = heavy
+        size[heavy] = _replace(who, cost, token, a, size[heavy], give, new, new_cost, new_token)
+        size[light] = _replace(who, cost, token, b, size[light], take, old, old_cost, old_token)
+        ranks[order[old]] = light
+        if new >= 0:
+            ranks[order[new]] = heavy
         load[heavy] -= delta
         load[light] += delta
         filled[heavy] -= more
