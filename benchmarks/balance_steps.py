@@ -3,9 +3,10 @@
 The step: forward and backward of one HSTU layer (32 wide) over a rank's jagged histories, whose lengths are a sixteenth
 of the benchmark's (attention and projections cost the same at some 3,600 of its tokens), on one core.
 
-``measured``: one process computes the shares of all ranks in turn and times each (CPU time, the least of some turns),
-so that a few cores stand for many ranks. A ``CostModel`` is fitted to the unbalanced steps of other batches first;
-partitions see only what it predicts.
+``measured``: one process computes the shares of all ranks in turn, so that one core stands for many ranks. A share's
+CPU time is counted in runs of one fixed step right before and after it, since a machine is not equally fast all the
+time; the median of some turns. A ``CostModel`` is fitted to the unbalanced steps of other batches first; partitions see
+only what it predicts.
 
 ``processes``: real gloo processes. A balanced step gathers the lengths of all ranks, partitions, exchanges the
 histories (all-to-all of their item ids; nothing of this is hidden here) and computes; an unbalanced one computes; both
@@ -45,7 +46,9 @@ class Step:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.items, self.encoder = torch.nn.Embedding(ITEMS, CONFIG.dim), HSTU(CONFIG)
-        self(np.zeros(10, np.int64), np.array([10]))  # compiles
+        self.fixed = np.array([400, 200, 100, 50])
+        self._run(self.fixed)  # compiles
+        self.unit = statistics.median(self._run(self.fixed) for _ in range(9))
 
     def __call__(self, values: np.ndarray, lengths: np.ndarray) -> None:
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
@@ -53,28 +56,33 @@ class Step:
         states, _ = self.encoder.request(self.items(torch.from_numpy(values)), plan)
         states.sum().backward()
 
-    def seconds(self, lengths: np.ndarray) -> float:
-        if not len(lengths):
-            return 0.0
+    def _run(self, lengths: np.ndarray) -> float:
         values = np.arange(lengths.sum()) % ITEMS
         began = time.process_time()
         self(values, lengths)
         return time.process_time() - began
 
+    def seconds(self, lengths: np.ndarray) -> float:
+        """How long these take, on a machine that takes ``unit`` seconds for the fixed step."""
+        if not len(lengths):
+            return 0.0
+        before, taken, after = self._run(self.fixed), self._run(lengths), self._run(self.fixed)
+        return taken / (before + after) * 2 * self.unit
 
-def draw(requests: int, random: np.random.Generator) -> np.ndarray:
-    return np.maximum(draw_lengths(requests, random, CUT) // SCALE, 1)
+
+def draw(requests: int, random: np.random.Generator, scale: int = SCALE) -> np.ndarray:
+    return np.maximum(draw_lengths(requests, random, CUT) // scale, 1)
 
 
 def shares(step: Step, lengths: np.ndarray, assignments: dict[str, np.ndarray], world_size: int,
            turns: int) -> dict[str, np.ndarray]:
-    """The seconds of each rank's share under each assignment, in turns; the least of some."""
-    best = {name: np.full(world_size, np.inf) for name in assignments}
-    for _ in range(turns):
+    """The seconds of each rank's share under each assignment: the median of some turns."""
+    taken = {name: np.empty((turns, world_size)) for name in assignments}
+    for turn in range(turns):
         for rank in range(world_size):
             for name, ranks in assignments.items():
-                best[name][rank] = min(best[name][rank], step.seconds(lengths[ranks == rank]))
-    return best
+                taken[name][turn, rank] = step.seconds(lengths[ranks == rank])
+    return {name: np.median(seconds, axis=0) for name, seconds in taken.items()}
 
 
 def fitted(step: Step, world_size: int, requests: int, steps: int) -> CostModel:
@@ -87,7 +95,7 @@ def fitted(step: Step, world_size: int, requests: int, steps: int) -> CostModel:
 
 
 def measured(quick: bool) -> dict[str, Any]:
-    world_size, requests, batches, turns = (8, 8, 1, 2) if quick else (64, 32, 3, 4)
+    world_size, requests, batches, turns = (8, 8, 1, 2) if quick else (64, 32, 2, 3)
     torch.set_num_threads(1)
     step = Step()
     model = fitted(step, world_size, requests, 4 if quick else 2)
@@ -101,8 +109,8 @@ def measured(quick: bool) -> dict[str, Any]:
         assignments = {
             "unbalanced": home, "zigzag": balance.zigzag(costs, world_size),
             "segments": balance.segments(costs, world_size),
-            "karmarkar_karp": balance.karmarkar_karp(costs, world_size), "lpt": balance.lpt(costs, world_size),
-            "equal_count": free, "equal_count, cap": balance.equal_count(costs, world_size, **cap),
+            "karmarkar_karp": balance.karmarkar_karp(costs, world_size),
+            "equal_count, cap": balance.equal_count(costs, world_size, **cap),
             "equal_cost, cap": balance.equal_cost(costs, world_size, **cap),
             "rebalance": balance.rebalance(costs, world_size, home),
         }

@@ -1,6 +1,9 @@
+import json
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,3 +188,34 @@ def test_imports_without_torch_or_numba():
     code = "import sys; from semel.training import balance; print([m for m in ('torch', 'numba') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+EXAMPLE = """
+def main(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    lengths = torch.tensor([[9, 1, 0], [2, 3, 4]][rank])
+    values = torch.arange(int(lengths.sum())) + 100 * rank
+    mine, got = balanced(lengths, values)
+    print(rank, mine.tolist(), got.tolist(), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    import sys
+    torch.multiprocessing.spawn(main, (sys.argv[1],), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_exchanges_whole_histories(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "balance.md").read_text()
+    (tmp_path / "example.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0] + EXAMPLE)
+    done = subprocess.run([sys.executable, "example.py", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=100, check=True)
+    histories = {9: list(range(9)), 1: [9], 0: [], 2: [100, 101], 3: [102, 103, 104], 4: [105, 106, 107, 108]}
+    counted = []
+    for line in done.stdout.splitlines():
+        lengths, values = (json.loads(part) for part in re.findall(r"\[.*?\]", line))
+        assert len(lengths) == 3 and values == [v for length in lengths for v in histories[length]]
+        counted += lengths
+    assert sorted(counted) == [0, 1, 2, 3, 4, 9]
