@@ -1,0 +1,117 @@
+"""Plain forms of what ``semel.training`` does fast. For tests, and to read."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import product
+
+import numpy as np
+
+
+def zigzag(costs: list[float], world_size: int) -> list[int]:
+    ranks = [0] * len(costs)
+    for j, request in enumerate(_longest_first(costs)):
+        lap, place = divmod(j, world_size)
+        ranks[request] = place if lap % 2 == 0 else world_size - 1 - place
+    return ranks
+
+
+def segments(weights: list[float], world_size: int) -> list[int]:
+    """The request whose weights before it and half its own sum to c goes to segment floor(world_size * c / total)."""
+    ranks, before, total = [0] * len(weights), 0.0, sum(weights)
+    for request in _longest_first(weights):
+        middle = before + weights[request] / 2
+        ranks[request] = min(int(world_size * middle / total), world_size - 1)
+        before += weights[request]
+    return ranks
+
+
+def lpt(costs: list[float], world_size: int) -> list[int]:
+    """Each to the rank with the least cost, then the fewest requests, then the lowest number."""
+    ranks = [0] * len(costs)
+    heap = [(0.0, 0, rank) for rank in range(world_size)]
+    for request in _longest_first(costs):
+        load, count, rank = heap[0]
+        heapq.heapreplace(heap, (load + costs[request], count + 1, rank))
+        ranks[request] = rank
+    return ranks
+
+
+def karmarkar_karp(costs: list[float], world_size: int) -> list[int]:
+    """Largest differencing of partial assignments of equal counts."""
+    order = _longest_first(costs)
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for number, first in enumerate(range(0, len(order), world_size)):
+        parts = [(costs[request], [request]) for request in order[first : first + world_size]]
+        parts += [(0.0, [])] * (world_size - len(parts))
+        heapq.heappush(heap, (parts[-1][0] - parts[0][0], number, parts))
+    while len(heap) > 1:
+        _, number, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        joined = [(x + y, these + those) for (x, these), (y, those) in zip(a, reversed(b), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
+    ranks = [0] * len(costs)
+    for _, _, parts in heap:
+        for rank, (_, requests) in enumerate(parts):
+            for request in requests:
+                ranks[request] = rank
+    return ranks
+
+
+def differencing(costs: list[float], world_size: int) -> list[int]:
+    """Karmarkar and Karp's own form, of any counts: every request begins as a partial assignment of its own."""
+    heap = [(-cost, request, [(cost, [request])]) for request, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, number, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        a += [(0.0, [])] * (world_size - len(a))
+        b += [(0.0, [])] * (world_size - len(b))
+        joined = [(x + y, these + those) for (x, these), (y, those) in zip(a, reversed(b), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
+    ranks = [0] * len(costs)
+    for _, _, parts in heap:
+        for rank, (_, requests) in enumerate(parts):
+            for request in requests:
+                ranks[request] = rank
+    return ranks
+
+
+def helps(costs: list[float], ranks: list[int], world_size: int, equal_counts: bool) -> tuple[int, int] | None:
+    """Two requests whose exchange leaves the heaviest rank and the other lighter than the heaviest was, -1 for none
+    (a move); None where there are none. What ``balance.equal_count`` and ``equal_cost`` look for."""
+    load, count = [0.0] * world_size, [0] * world_size
+    for cost, rank in zip(costs, ranks, strict=True):
+        load[rank] += cost
+        count[rank] += 1
+    heavy = load.index(max(load))
+    for a in range(len(costs)):
+        for b in range(-1, len(costs)):
+            for rank in range(world_size) if b < 0 else [ranks[b]]:
+                less = costs[a] - (costs[b] if b >= 0 else 0.0)
+                uneven = b < 0 and equal_counts and count[heavy] <= count[rank]
+                if ranks[a] == heavy != rank and not uneven and load[rank] + less < load[heavy] > load[heavy] - less:
+                    return a, b
+    return None
+
+
+def best(costs: list[float], world_size: int, *, equal_counts: bool, tokens: list[float] | None = None,
+         token_cap: float = np.inf) -> float | None:
+    """The least cost that the heaviest rank can have, by trying all assignments; None where none is within the cap."""
+    least, most = len(costs) // world_size, -(-len(costs) // world_size)
+    found = None
+    for ranks in product(range(world_size), repeat=len(costs)):
+        load, full, count = [0.0] * world_size, [0.0] * world_size, [0] * world_size
+        for request, rank in enumerate(ranks):
+            load[rank] += costs[request]
+            full[rank] += tokens[request] if tokens else 0.0
+            count[rank] += 1
+        if max(full) <= token_cap and (not equal_counts or (min(count) >= least and max(count) <= most)):
+            found = max(load) if found is None else min(found, max(load))
+    return found
+
+
+def _longest_first(costs: list[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda request: -costs[request])
