@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -83,15 +85,14 @@ class peers_named:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
-            why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            why = re.sub(r"^\[[^]]*\] *", "", (str(error) or type(error).__name__).splitlines()[0])  # no source line
             raise PeerLost(f"{self.where}: another process ended or does not answer ({why}); its own message says why. "
                            "Restart the job from its last checkpoint") from error
 
 
-def own_group(ranks: Sequence[int] | None = None, backend: str | None = None, timeout_s: float | None = None) -> Any:
-    """A new process group of ``ranks`` (None: all), so that one part's calls never wait behind another's. All
-    processes of the job must call this in the same order, also those that are not in it."""
-    import datetime
-
-    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-    return dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
+def own_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
+    """A new process group of ``ranks`` (None: all), so that one part's calls never wait behind another's, with the
+    timeout of the default group. All its members must call this, and make their groups in the same order."""
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout if dist.group.WORLD else None
+    return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend,
+                          use_local_synchronization=ranks is not None)
