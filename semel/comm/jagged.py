@@ -9,6 +9,7 @@ A row's values are ``values[offsets[row]:offsets[row + 1]]``, ``values`` [N, ...
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,12 @@ def permute(values: Array, offsets: Array, order: Array) -> tuple[Array, Array]:
     if _is_cuda(values):
         from semel.comm import triton_jagged
 
-        starts, lengths = offsets[order], (offsets[1:] - offsets[:-1])[order]
-        return triton_jagged.copy_ranges(values, starts, lengths)
+        return triton_jagged.copy_ranges(values, offsets[order], (offsets[1:] - offsets[:-1])[order])
     source, wanted = _numpy(offsets), _numpy(order)
-    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(source) - 1:
-        raise IndexError(f"rows {wanted.min()} to {wanted.max()} of a jagged array of {len(source) - 1} rows")
-    starts, new = _rows(source, wanted)
+    try:
+        starts, new = _rows(source, wanted)
+    except IndexError:
+        raise IndexError(f"rows {wanted.min()} to {wanted.max()} of a jagged array of {len(source) - 1} rows") from None
     return _copied(values, starts, new), _like(new, offsets)
 
 
@@ -60,11 +61,11 @@ def dispatch(values: Array, offsets: Array, ranks: Array, world_size: int) -> Di
     source, to = _numpy(offsets), _numpy(ranks)
     if len(to) != len(source) - 1:
         raise ValueError(f"{len(to)} ranks for {len(source) - 1} rows")
-    if len(to) and not 0 <= to.min() <= to.max() < world_size:
-        raise ValueError(f"ranks run from {to.min()} to {to.max()}, the world has {world_size}")
-    order, starts, new, rows, counts = _by_destination(source, to, world_size)
-    return Dispatched(_copied(values, starts, new), _like(np.diff(new), offsets),
-                      *(_like(x, offsets) for x in (order, rows, counts)))
+    try:
+        starts, new, order, rows, counts = _by_destination(source, to, world_size)
+    except IndexError:
+        raise ValueError(f"ranks run from {to.min()} to {to.max()}, the world has {world_size}") from None
+    return Dispatched(_copied(values, starts, new), *(_like(x, offsets) for x in (np.diff(new), order, rows, counts)))
 
 
 def combine(values: Array, lengths: Array, places: Array) -> tuple[Array, Array]:
@@ -77,9 +78,10 @@ def combine(values: Array, lengths: Array, places: Array) -> tuple[Array, Array]
         order = torch.empty_like(places)
         order[places] = torch.arange(len(places), device=places.device)
         return permute(values, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), order)
-    starts, new = _by_place(_numpy(lengths), _numpy(places))
-    if len(places) != len(lengths) or len(starts) and starts.min() < 0:
-        raise ValueError(f"places must be 0 to {len(lengths) - 1}, each once, got {places}")
+    try:
+        starts, new = _by_place(_numpy(lengths), _numpy(places))
+    except IndexError:
+        raise ValueError(f"places must be 0 to {len(lengths) - 1}, each once, got {places}") from None
     return _copied(values, starts, new), _like(new, lengths)
 
 
@@ -108,9 +110,7 @@ def _transposed(values: Array, lengths: Array, rows: Array, keys: int, from_rank
         order = torch.from_numpy(_block_order(counts, keys, from_ranks)).to(values.device)
         moved, _ = permute(values, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), order)
         return moved, lengths[order]
-    source = _numpy(lengths)
-    new_lengths = np.empty_like(source)
-    starts, new = _blocks(source, counts, keys, from_ranks, new_lengths)
+    starts, new, new_lengths = _blocks(_numpy(lengths), counts, keys, from_ranks)
     return _copied(values, starts, new), _like(new_lengths, lengths)
 
 
@@ -131,33 +131,39 @@ def _like(array: np.ndarray, other: Array) -> Array:
 
 
 def _copied(values: Array, starts: np.ndarray, offsets: np.ndarray) -> Array:
-    """The ranges from ``starts`` on, one after the other, as long as ``offsets`` says."""
+    """The ranges from ``starts`` on, one after the other, as long as ``offsets`` says; moved as the largest integers
+    that divide a row."""
+    count, tail = int(offsets[-1]), values.shape[1:]
     if _is_tensor(values):
-        values = values.detach().contiguous()
-        out = values.new_empty(int(offsets[-1]), *values.shape[1:])
         import torch
 
-        source, target = (x.reshape(-1).view(torch.uint8).numpy() for x in (values, out))
-        size = out[:0].shape[1:].numel() * out.element_size()
+        size = values.element_size() * tail.numel()
+        flat = values.detach().contiguous().reshape(-1)
+        source = (flat if flat.dtype == torch.int64 else flat.view(torch.uint8)).numpy()  # which lacks some types
     else:
         if values.dtype.hasobject:
             raise ValueError("jagged rows of Python objects cannot be moved as bytes; encode them first")
-        values = np.ascontiguousarray(values)
-        out = np.empty((int(offsets[-1]), *values.shape[1:]), values.dtype)
-        source, target = values.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8)
-        size = values.dtype.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
-    for word in _WORDS:
-        if size % word.itemsize == 0 and source.ctypes.data % word.itemsize == 0:
-            _copy_ranges(source.view(word), starts, offsets, size // word.itemsize, target.view(word))
-            break
-    return out
+        size = values.dtype.itemsize * math.prod(tail)
+        source = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    word = next(w for w in _WORDS if size % w.itemsize == 0 and source.ctypes.data % w.itemsize == 0)
+    width = size // word.itemsize
+    if not count * width:
+        return values.new_empty(count, *tail) if _is_tensor(values) else np.empty((count, *tail), values.dtype)
+    moved = np.empty(count * width, word)
+    _copy(source.view(word), starts, offsets, width, moved)
+    if not _is_tensor(values):
+        return moved.view(values.dtype).reshape(count, *tail)
+    out = torch.from_numpy(moved)
+    if values.dtype != torch.int64 or out.dtype != torch.int64:
+        out = out.view(torch.uint8).view(values.dtype)
+    return out.reshape(count, *tail) if tail else out
 
 
 _WORDS = tuple(np.dtype(name) for name in ("int64", "int32", "int16", "uint8"))
 
 
 @numba.njit(cache=True, nogil=True)
-def _copy_ranges(source: Any, starts: Any, offsets: Any, width: int, out: Any) -> None:
+def _copy(source: Any, starts: Any, offsets: Any, width: int, out: Any) -> None:
     for row in range(len(starts)):
         at, start = offsets[row] * width, starts[row] * width
         for i in range((offsets[row + 1] - offsets[row]) * width):
@@ -169,6 +175,8 @@ def _rows(offsets: Any, order: Any) -> Any:
     starts, new = np.empty(len(order), np.int64), np.empty(len(order) + 1, np.int64)
     new[0] = 0
     for i in range(len(order)):
+        if not 0 <= order[i] < len(offsets) - 1:
+            raise IndexError
         starts[i] = offsets[order[i]]
         new[i + 1] = new[i] + offsets[order[i] + 1] - starts[i]
     return starts, new
@@ -179,6 +187,8 @@ def _by_destination(offsets: Any, ranks: Any, world_size: int) -> Any:
     """A stable counting sort of the rows by destination."""
     rows, counts = np.zeros(world_size, np.int64), np.zeros(world_size, np.int64)
     for i in range(len(ranks)):
+        if not 0 <= ranks[i] < world_size:
+            raise IndexError
         rows[ranks[i]] += 1
         counts[ranks[i]] += offsets[i + 1] - offsets[i]
     place = np.cumsum(rows) - rows
@@ -187,17 +197,19 @@ def _by_destination(offsets: Any, ranks: Any, world_size: int) -> Any:
         order[place[ranks[i]]] = i
         place[ranks[i]] += 1
     starts, new = _rows(offsets, order)
-    return order, starts, new, rows, counts
+    return starts, new, order, rows, counts
 
 
 @numba.njit(cache=True, nogil=True)
 def _by_place(lengths: Any, places: Any) -> Any:
     rows = len(lengths)
+    if len(places) != rows:
+        raise IndexError
     starts, new = np.full(rows, -1), np.zeros(rows + 1, np.int64)
     at = 0
-    for i in range(min(rows, len(places))):
-        if not 0 <= places[i] < rows:
-            return np.full(1, -1), new
+    for i in range(rows):
+        if not 0 <= places[i] < rows or starts[places[i]] >= 0:
+            raise IndexError
         starts[places[i]] = at
         new[places[i] + 1] = lengths[i]
         at += lengths[i]
@@ -207,30 +219,29 @@ def _by_place(lengths: Any, places: Any) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)
-def _blocks(lengths: Any, rows: Any, keys: int, from_ranks: bool, new_lengths: Any) -> Any:
-    """The start of each block (of one rank and one key) in the order of the result, and the blocks' new offsets."""
+def _blocks(lengths: Any, rows: Any, keys: int, from_ranks: bool) -> Any:
+    """Blocks, of one rank and one key each, trade places: where each of the new order starts, their new offsets, and
+    the lengths in the new order."""
     ranks, total = len(rows), rows.sum()
     row_starts = np.cumsum(rows) - rows
-    starts, sizes = np.empty((ranks, keys), np.int64), np.empty((ranks, keys), np.int64)
+    new_lengths = np.empty_like(lengths)
+    blocks = ranks * keys
+    starts, offsets = np.empty(blocks, np.int64), np.zeros(blocks + 1, np.int64)
     at = 0
-    for outer in range(ranks if from_ranks else keys):
-        for inner in range(keys if from_ranks else ranks):
-            r, k = (outer, inner) if from_ranks else (inner, outer)
-            first = keys * row_starts[r] + k * rows[r] if from_ranks else k * total + row_starts[r]
-            target = k * total + row_starts[r] if from_ranks else keys * row_starts[r] + k * rows[r]
-            size = 0
-            for i in range(rows[r]):
-                size += lengths[first + i]
-                new_lengths[target + i] = lengths[first + i]
-            starts[r, k], sizes[r, k] = at, size
-            at += size
-    out, new = np.empty(ranks * keys, np.int64), np.empty(ranks * keys + 1, np.int64)
-    new[0] = 0
-    for block in range(ranks * keys):
-        r, k = (block % ranks, block // ranks) if from_ranks else (block // keys, block % keys)
-        out[block] = starts[r, k]
-        new[block + 1] = new[block] + sizes[r, k]
-    return out, new
+    for block in range(blocks):  # in the old order
+        r, k = (block // keys, block % keys) if from_ranks else (block % ranks, block // ranks)
+        by_rank, by_key = keys * row_starts[r] + k * rows[r], k * total + row_starts[r]
+        first, target = (by_rank, by_key) if from_ranks else (by_key, by_rank)
+        size = 0
+        for i in range(rows[r]):
+            size += lengths[first + i]
+            new_lengths[target + i] = lengths[first + i]
+        place = k * ranks + r if from_ranks else r * keys + k
+        starts[place], offsets[place + 1] = at, size
+        at += size
+    for block in range(blocks):
+        offsets[block + 1] += offsets[block]
+    return starts, offsets, new_lengths
 
 
 @numba.njit(cache=True, nogil=True)

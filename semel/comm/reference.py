@@ -34,14 +34,16 @@ def combine(values: Tensor, lengths: Tensor, places: Tensor) -> tuple[Tensor, Te
 
 
 def transpose(values: Tensor, lengths: Tensor, rows: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    block_lengths = lengths.split([n for n in rows.tolist() for _ in range(keys)])
-    blocks = values.split([int(block.sum()) for block in block_lengths])
     order = [rank * keys + key for key in range(keys) for rank in range(len(rows))]
-    return torch.cat([blocks[i] for i in order]), torch.cat([block_lengths[i] for i in order])
+    return _blocks(values, lengths, [n for n in rows.tolist() for _ in range(keys)], order)
 
 
 def untranspose(values: Tensor, lengths: Tensor, rows: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    block_lengths = lengths.split([n for _ in range(keys) for n in rows.tolist()])
-    blocks = values.split([int(block.sum()) for block in block_lengths])
     order = [key * len(rows) + rank for rank in range(len(rows)) for key in range(keys)]
+    return _blocks(values, lengths, [n for _ in range(keys) for n in rows.tolist()], order)
+
+
+def _blocks(values: Tensor, lengths: Tensor, rows: list[int], order: list[int]) -> tuple[Tensor, Tensor]:
+    sizes = _offsets(lengths)[_offsets(torch.tensor(rows))].diff()
+    blocks, block_lengths = values.split(sizes.tolist()), lengths.split(rows)
     return torch.cat([blocks[i] for i in order]), torch.cat([block_lengths[i] for i in order])
