@@ -8,8 +8,8 @@ import textwrap
 import threading
 import time
 
+import process_checks
 import pytest
-import transport_checks
 
 from semel.comm import PeerLost, ProcessDied, World, join, spawn
 
@@ -29,15 +29,15 @@ def test_half_of_torchruns_environment_is_refused(monkeypatch):
 
 def test_a_killed_process_ends_the_others_with_a_clear_message():
     started = time.monotonic()
-    with pytest.raises(ProcessDied, match="the process of rank 1 of 3 was ended by SIGKILL") as told:
-        spawn(transport_checks.fail, 3, "SIGKILL", 1)
+    with pytest.raises(ProcessDied, match="the process of rank 1 of 2 was ended by SIGKILL") as told:
+        spawn(process_checks.fail, 2, "SIGKILL", 1)
     assert time.monotonic() - started < 60
     assert told.value.exit_code == 128 + signal.SIGKILL
 
 
 def test_what_one_process_raises_is_raised_here():
     with pytest.raises(ValueError, match="no data for rank 0") as told:
-        spawn(transport_checks.fail, 2, "raise", 0)
+        spawn(process_checks.fail, 2, "raise", 0)
     assert "in rank 0 of 2" in told.value.__notes__[0]
 
 
@@ -50,7 +50,7 @@ def test_sigterm_reaches_every_process(tmp_path):
 
     before = signal.getsignal(signal.SIGTERM)
     threading.Thread(target=tell, daemon=True).start()
-    assert spawn(transport_checks.wait_for_sigterm, 2, tmp_path) == [0, 1]
+    assert spawn(process_checks.wait_for_sigterm, 2, tmp_path) == [0, 1]
     assert len(list(tmp_path.glob("saved-*"))) == 2
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -59,14 +59,14 @@ def test_sigterm_reaches_every_process(tmp_path):
 def test_a_process_that_stops_answering_counts_as_gone():
     started = time.monotonic()
     with pytest.raises(PeerLost, match=r"another process ended or does not answer.*last checkpoint"):
-        spawn(transport_checks.fail, 3, "SIGSTOP", 1, timeout_s=5)
+        spawn(process_checks.fail, 3, "SIGSTOP", 1, timeout_s=5)
     assert time.monotonic() - started < 60
 
 
 @pytest.mark.slow
 def test_a_process_that_leaves_is_told_with_its_exit_code():
     with pytest.raises(ProcessDied, match="rank 1 of 2 ended with exit code 7") as told:
-        spawn(transport_checks.fail, 2, "leave", 1)
+        spawn(process_checks.fail, 2, "leave", 1)
     assert told.value.exit_code == 7
 
 
