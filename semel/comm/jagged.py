@@ -164,9 +164,9 @@ _WORDS = tuple(np.dtype(name) for name in ("int64", "int32", "int16", "uint8"))
 
 @numba.njit(cache=True, nogil=True)
 def _copy(source: Any, starts: Any, offsets: Any, width: int, out: Any) -> None:
-    for row in range(len(starts)):
-        at, start = offsets[row] * width, starts[row] * width
-        for i in range((offsets[row + 1] - offsets[row]) * width):
+    for row in range(len(starts)):  # unsigned: an index from the end is not looked for, and whole vectors are copied
+        at, start = np.uint64(offsets[row] * width), np.uint64(starts[row] * width)
+        for i in range(np.uint64((offsets[row + 1] - offsets[row]) * width)):
             out[at + i] = source[start + i]
 
 

@@ -9,6 +9,7 @@ reads the histories, or a materialized ``RequestBatch``, histories and all.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from semel.batch import JaggedTable, RequestBatch, RequestRows, _to_numpy, offse
 from semel.comm import Transport, jagged
 from semel.comm.worker import Worker
 from semel.examples.rows import concat_rows
+from semel.features import stable_id
 from semel.training.packing import Layout, Packed, pack, unpack
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ Rows = TypeVar("Rows", RequestRows, RequestBatch)
 
 class Partition(Protocol):
     """[N] costs of the requests of a global batch -> [N] the rank of each; deterministic, so that all ranks agree
-    without talking. ``tokens``: [N] history events + candidates; ``token_cap``: the most that a rank may get."""
+    without talking. ``tokens``: [N] history events + candidates; ``token_cap``: the most that a rank may get. One that
+    also has a parameter ``home`` gets [N], the rank where each request lies: so may it move few of them."""
 
     def __call__(self, costs: np.ndarray, world_size: int, *, tokens: np.ndarray | None = None,
                  token_cap: int | None = None) -> np.ndarray: ...
@@ -39,11 +42,10 @@ class Partition(Protocol):
 
 @dataclass(frozen=True)
 class Report:
-    """One exchange. Over all ranks: ``requests``, of which ``moved`` changed rank, ``moved_bytes``; ``idle_before`` and
-    ``idle_after``: 1 - mean / max of the ranks' modelled costs; ``peak_tokens``: of the rank with most. Of this rank:
-    ``received`` requests from others; ``reads_before`` and ``reads_after``: its distinct users, which are the histories
-    it reads where requests of one user share a read. Summed over ranks, ``reads_after - reads_before`` are the extra
-    reads that moving pointers costs."""
+    """One exchange, over all ranks: ``requests``, of which ``moved`` changed rank, with ``moved_bytes``;
+    ``idle_before`` and ``idle_after``: 1 - mean / max of the ranks' modelled costs; ``peak_tokens``: history events +
+    candidates of the rank with most; ``reads_before`` and ``reads_after``: histories that the ranks read, where the
+    requests of one user share a read within a rank; the difference is what moving pointers costs in reads."""
 
     requests: int
     moved: int
@@ -51,7 +53,6 @@ class Report:
     idle_before: float
     idle_after: float
     peak_tokens: int
-    received: int
     reads_before: int
     reads_after: int
 
@@ -91,7 +92,8 @@ class Exchange(Generic[Rows]):
     function of ``semel.training.balance``, or any ``Partition``. ``cost(lengths, candidates)``: [R] events of each
     request's history and [R] its candidates, both int64 -> [R] costs; each rank applies it to its own requests, so it
     may differ between ranks. ``lengths(rows)``: [R] of ``RequestRows``, see ``history_lengths``; a ``RequestBatch``
-    knows those of its histories. ``token_cap``: handed to ``partition``.
+    knows those of its histories. ``token_cap``: handed to ``partition``. ``users_together``: all requests of a user go
+    to one rank, as one to ``partition``, so that they share the read of a history there.
 
     Every rank must call ``start`` as often as every other: one that is at its end joins with ``start(None)`` until
     ``done``. ``balanced`` does this. Errors of one rank are raised on all, and nothing hangs.
@@ -99,9 +101,10 @@ class Exchange(Generic[Rows]):
 
     def __init__(self, transport: Transport, partition: Partition,
                  cost: Callable[[np.ndarray, np.ndarray], np.ndarray], token_cap: int | None = None, *,
-                 lengths: Callable[[RequestRows], np.ndarray] | None = None) -> None:
+                 lengths: Callable[[RequestRows], np.ndarray] | None = None, users_together: bool = False) -> None:
         self.transport, self.partition, self.cost, self.token_cap = transport, partition, cost, token_cap
-        self.lengths = lengths
+        self.lengths, self.users_together = lengths, users_together
+        self._asks_home = "home" in inspect.signature(partition).parameters
         self._layouts: dict[int, Layout] = {}
         self._own_layout: Layout | None = None
         self._worker = Worker("semel-exchange")
@@ -137,7 +140,7 @@ class Exchange(Generic[Rows]):
         ranks = self._assign(world)
         received, offsets, layouts = self._move(world, own, ranks)
         taken = self._unpack(received, offsets, layouts)
-        return _Result(taken, self._report(world, ranks, own, taken), bool(world.done.all()))
+        return _Result(taken, _report(world, ranks), bool(world.done.all()))
 
     def _gather(self, own: _Own | None, error: Exception | None) -> _World:
         """Two all-gathers, a third when a layout is new: how many requests each rank has, and what is known of them.
@@ -160,24 +163,31 @@ class Exchange(Generic[Rows]):
                 if length:
                     self._layouts[key] = Layout.from_text(bytes(line[:length].tolist()).decode())
         counts = heads[:, 0]
-        table = torch.zeros(int(counts.max()), 4, dtype=torch.int64)
+        table = torch.zeros(int(counts.max()), 5, dtype=torch.int64)
         if own is not None:
             table[: len(own.costs)] = torch.from_numpy(own.table())
-        tables = self.transport.all_gather(table).wait().numpy() if len(table) else np.zeros((size, 0, 4), np.int64)
+        tables = self.transport.all_gather(table).wait().numpy() if len(table) else np.zeros((size, 0, 5), np.int64)
         joined = np.concatenate([tables[r, : counts[r]] for r in range(size)])
         return _World(np.repeat(np.arange(size), counts), joined[:, 0], joined[:, 1],
-                      np.ascontiguousarray(joined[:, 2]).view(np.float64), joined[:, 3], heads[:, 1] > 0, heads[:, 3],
-                      rank, size)
+                      np.ascontiguousarray(joined[:, 2]).view(np.float64), joined[:, 3], joined[:, 4], heads[:, 1] > 0,
+                      heads[:, 3], rank, size)
 
     def _assign(self, world: _World) -> np.ndarray:
+        """[N] the rank of each request, or of each user's requests."""
         if not len(world.costs):
             return np.empty(0, np.int64)
-        ranks = np.asarray(self.partition(world.costs, world.size, tokens=world.tokens, token_cap=self.token_cap))
-        if ranks.shape != world.costs.shape or ranks.dtype.kind not in "iu" \
-                or not 0 <= ranks.min() <= ranks.max() < world.size:
-            raise ValueError(f"the partition of {len(world.costs)} requests over {world.size} ranks gave {ranks!r}; it "
-                             "must give the rank of each")
-        return ranks.astype(np.int64, copy=False)
+        costs, tokens, home, unit = world.costs, world.tokens, world.source, np.arange(len(world.costs))
+        if self.users_together:
+            _, first, unit = np.unique(world.users, return_index=True, return_inverse=True)
+            costs, home = np.bincount(unit, costs), home[first]
+            tokens = np.bincount(unit, tokens).astype(np.int64)
+        more = {"home": home} if self._asks_home else {}
+        ranks = np.asarray(self.partition(costs, world.size, tokens=tokens, token_cap=self.token_cap, **more))
+        named = ranks.shape == costs.shape and ranks.dtype.kind in "iu"
+        if not named or not 0 <= ranks.min() <= ranks.max() < world.size:
+            raise ValueError(f"the partition of {len(costs)} requests over {world.size} ranks gave {ranks!r}; it must "
+                             "give the rank of each")
+        return ranks.astype(np.int64, copy=False)[unit]
 
     def _move(self, world: _World, own: _Own | None, ranks: np.ndarray,
               ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -216,14 +226,6 @@ class Exchange(Generic[Rows]):
                              f"{sorted(parts[0].context)} and {sorted(parts[1].context)}")
         return concat_rows(parts).select(np.argsort(np.concatenate(places)))  # type: ignore[return-value]
 
-    def _report(self, world: _World, ranks: np.ndarray, own: _Own | None, taken: Rows | None) -> Report:
-        moved = ranks != world.source
-        tokens = np.bincount(ranks, world.tokens, world.size)
-        return Report(len(ranks), int(moved.sum()), int(world.sizes[moved].sum()),
-                      _idle(world.costs, world.source, world.size), _idle(world.costs, ranks, world.size),
-                      int(tokens.max()), int((moved & (ranks == world.rank)).sum()),
-                      0 if own is None else own.users, _users(taken))
-
 
 @dataclass(frozen=True)
 class _Own:
@@ -233,7 +235,7 @@ class _Own:
     lengths: np.ndarray
     candidates: np.ndarray
     costs: np.ndarray
-    users: int
+    users: np.ndarray
 
     @classmethod
     def of(cls, rows: RequestRows | RequestBatch, exchange: Exchange) -> _Own:
@@ -253,20 +255,22 @@ class _Own:
         return cls(pack(rows), lengths, candidates, costs, _users(rows))
 
     def table(self) -> np.ndarray:
-        """[R, 4]: what the others need to know of each request."""
-        return np.stack([self.lengths, self.candidates, self.costs.view(np.int64), np.diff(self.packed.offsets)], 1)
+        """[R, 5]: what the others need to know of each request."""
+        return np.stack([self.lengths, self.candidates, self.costs.view(np.int64), np.diff(self.packed.offsets),
+                         self.users], 1)
 
 
 @dataclass(frozen=True)
 class _World:
-    """The requests of all ranks, rank by rank: ``source``, ``lengths``, ``candidates``, ``costs`` and ``sizes`` (bytes)
-    [N]; ``done`` and ``layouts`` [world_size]."""
+    """The requests of all ranks, rank by rank: ``source``, ``lengths``, ``candidates``, ``costs``, ``sizes`` (bytes)
+    and ``users`` [N]; ``done`` and ``layouts`` [world_size]."""
 
     source: np.ndarray
     lengths: np.ndarray
     candidates: np.ndarray
     costs: np.ndarray
     sizes: np.ndarray
+    users: np.ndarray
     done: np.ndarray
     layouts: np.ndarray
     rank: int
@@ -297,5 +301,18 @@ def _idle(costs: np.ndarray, ranks: np.ndarray, world_size: int) -> float:
     return float(1 - loads.mean() / loads.max()) if loads.max() > 0 else 0.0
 
 
-def _users(rows: RequestRows | RequestBatch | None) -> int:
-    return 0 if rows is None or rows.pointers is None else len(set(rows.pointers.user_id.tolist()))
+def _users(rows: RequestRows | RequestBatch) -> np.ndarray:
+    """[R] a number for each user; where a batch does not say, one for each request."""
+    return stable_id(rows.pointers.user_id) if rows.pointers is not None else stable_id(np.asarray(rows.request_id))
+
+
+def _reads(users: np.ndarray, ranks: np.ndarray, world_size: int) -> int:
+    return sum(len(np.unique(users[ranks == rank])) for rank in range(world_size))
+
+
+def _report(world: _World, ranks: np.ndarray) -> Report:
+    moved = ranks != world.source
+    return Report(
+        len(ranks), int(moved.sum()), int(world.sizes[moved].sum()), _idle(world.costs, world.source, world.size),
+        _idle(world.costs, ranks, world.size), int(np.bincount(ranks, world.tokens, world.size).max()),
+        _reads(world.users, world.source, world.size), _reads(world.users, ranks, world.size))

@@ -104,7 +104,7 @@ def test_every_request_arrives_once_bit_for_bit_in_order(counts, strings, weight
     report = got[0][1].report
     source = np.repeat(np.arange(len(parts)), counts)
     assert report.requests == sum(counts) and report.moved == (ranks != source).sum()
-    assert sum(pending.report.received for _, pending in got) == report.moved
+    assert all(pending.report == report for _, pending in got)
     assert (report.moved_bytes > 0) == (report.moved > 0)
 
 
@@ -138,9 +138,47 @@ def test_reports_idle_and_reads():
     reports = [pending.report for _, pending in exchange_all(parts)]
     costs = cost(length, rows.candidates.lengths)
     assert reports[0].idle_before == pytest.approx(1 - costs.sum() / 2 / max(costs[:4].sum(), costs[4:].sum()))
-    assert [r.reads_before for r in reports] == [1, 1]
-    assert sum(r.reads_after for r in reports) > 2
-    assert reports[0].peak_tokens == max(r.peak_tokens for r in reports) > 900
+    ranks = zigzag(costs, 2)
+    assert reports[0].idle_after == pytest.approx(1 - costs.sum() / 2 / max(costs[ranks == r].sum() for r in (0, 1)))
+    assert reports[0].reads_before == 2
+    assert reports[0].reads_after == len(set(zip(ranks.tolist(), rows.pointers.user_id.tolist(), strict=True))) == 4
+    tokens = length + rows.candidates.lengths
+    assert reports[0].peak_tokens == max(tokens[ranks == r].sum() for r in (0, 1))
+
+
+@pytest.mark.parametrize("strings", [True, False])
+def test_users_together(strings):
+    """All requests of a user go to one rank, wherever they lay; the partition weighs them as one."""
+    parts = [make_rows(7, seed, strings) for seed in range(3)]
+    seen = []
+
+    def partition(costs, world_size, *, home, tokens=None, token_cap=None):
+        seen.append((costs.sum(), len(costs), tokens.sum(), home))
+        return zigzag(costs, world_size)
+
+    def rank(transport):
+        exchange = Exchange(transport, partition, cost, lengths=by_length, users_together=True)
+        return exchange.start(parts[transport.rank]).wait()
+
+    got = run_threads(3, rank)
+    everything = concat_rows(parts)
+    users = [set(rows.pointers.user_id.tolist()) for rows in got]
+    assert sum(map(len, users)) == len(set.union(*users)) == len(set(everything.pointers.user_id.tolist()))
+    assert sorted(i for rows in got for i in rows.request_id) == sorted(everything.request_id)
+    total, units, tokens, home = seen[0]
+    assert total == pytest.approx(cost(by_length(everything), everything.candidates.lengths).sum())
+    assert units == len(home) == sum(map(len, users))
+    assert tokens == (by_length(everything) + everything.candidates.lengths).sum()
+
+
+def test_a_partition_may_ask_where_requests_lie():
+    def stay(costs, world_size, home, *, tokens=None, token_cap=None):
+        return home
+
+    parts = [make_rows(count, count) for count in (3, 0, 2)]
+    for rank, (rows, pending) in enumerate(exchange_all(parts, stay)):
+        assert_equal_rows(rows, parts[rank])
+        assert pending.report.moved == pending.report.moved_bytes == 0
 
 
 def test_partition_sees_costs_tokens_and_cap_and_must_name_ranks():
