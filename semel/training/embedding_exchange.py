@@ -11,8 +11,8 @@ Each is a generator that yields where it would wait for bytes, so that those of 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,46 +31,43 @@ ENDED = -1
 
 @dataclass
 class Part:
-    """Some of a batch's rows. Of the rank that wants them: ``wanted`` [k], which of its distinct ids, and ``send``, how
-    many of them each rank owns. Of the owner: ``asked`` [n], which of the rows asked for, ``receive``, how many by each
-    rank, and ``rows`` [m], which of its distinct ones."""
+    """Some of a batch's rows, with all that is needed to send them.
 
-    wanted: Tensor
-    send: list[int]
-    asked: Tensor
-    receive: list[int]
-    rows: Tensor
-
-
-@dataclass
-class Batch:
-    """One batch of one table.
-
-    ``wanted``: this rank's distinct keys in order of owner, at their positions in the batch; ``send``: how many each
-    rank owns. ``rows``: slots of the distinct rows asked of this rank, at their positions in order of arrival;
-    ``receive``: how many each rank asked for. ``fresh``: slots of rows that are new. ``vectors`` [T, D]: the answer.
-    ``late`` are rows that the batch before uses too (collisions), ``early`` the others; ``urgent`` those that the
-    batch after uses too, ``rest`` the others. As long as nothing is known of a neighbour it shares nothing.
-    ``sent_bytes``: to other ranks, so far.
+    At the rank that wants them: ``wanted``, distinct keys at their positions in the batch; ``send``, how many each rank
+    owns. At the owner: ``slots`` [n] of the rows asked for, in order of arrival; ``receive``, how many by each rank;
+    ``rows``, the distinct slots at their positions among the n.
     """
 
     wanted: Groups
     send: list[int]
-    rows: Groups
+    slots: Tensor
     receive: list[int]
+    rows: Groups
+
+
+@dataclass
+class Batch:
+    """One batch of one table: ``whole``, all of its rows; ``fresh``, slots of rows that are new; ``vectors`` [T, D],
+    the answer. ``late`` are rows that the batch before uses too (collisions), ``early`` the others; ``urgent`` those
+    that the batch after uses too, ``rest`` the others. As long as nothing is known of a neighbour it shares nothing
+    (None). ``sent_bytes``: to other ranks, so far."""
+
+    whole: Part
     fresh: Tensor
     vectors: Tensor
-    early: Part = field(init=False)
-    late: Part = field(init=False)
-    urgent: Part = field(init=False)
-    rest: Part = field(init=False)
+    early: Part
+    late: Part | None
+    urgent: Part | None
+    rest: Part
     sent_bytes: int = 0
 
-    def part(self, wanted: Tensor, rows: Tensor) -> Part:
-        """Of masks over the distinct keys and over the distinct rows."""
-        asked = self.rows.spread(rows)
-        return Part(wanted.nonzero()[:, 0], _counts(wanted, self.send), asked.nonzero()[:, 0],
-                    _counts(asked, self.receive), rows.nonzero()[:, 0])
+    def part(self, wanted: Tensor, rows: Tensor, asked: Tensor) -> Part:
+        """Of masks over the distinct keys, over the distinct rows, and over the rows asked for."""
+        whole = self.whole
+        place = asked.cumsum(0) - 1
+        groups = Groups(whole.rows.values, place[whole.rows.order], whole.rows.start, whole.rows.stop)
+        return Part(whole.wanted.take(wanted.nonzero()[:, 0]), _counts(wanted, whole.send), whole.slots[asked],
+                    _counts(asked, whole.receive), groups.take(rows.nonzero()[:, 0]))
 
 
 def together(works: Mapping[str, Exchange[Result]]) -> dict[str, Result]:
@@ -101,67 +98,66 @@ def ask(table: ShardedEmbedding, ids: Tensor | None) -> Exchange[Batch | None]:
     yield
     rows = Groups.of(handle.wait())
     rows.values, fresh = table.admit(rows.values)
+    whole = Part(wanted, send, rows.spread(rows.values), receive, rows)
     vectors = torch.empty(len(wanted.order), table.dim, device=device)
-    batch = Batch(wanted, send, rows, receive, fresh, vectors)
-    all_wanted, all_rows = (torch.ones_like(groups.values, dtype=torch.bool) for groups in (wanted, rows))
-    batch.early = batch.rest = batch.part(all_wanted, all_rows)
-    batch.late = batch.urgent = batch.part(~all_wanted, ~all_rows)
-    batch.sent_bytes = 8 * (world_size - 1 + _to_others(table, send))
-    return batch
+    sent_bytes = 8 * (world_size - 1 + _to_others(table, send))
+    return Batch(whole, fresh, vectors, whole, None, None, whole, sent_bytes)
 
 
 def compare(table: ShardedEmbedding, before: Batch | None, after: Batch | None) -> Exchange[None]:
     """Finds the rows that two successive batches share, and tells the ranks that asked for them."""
     if before is None or after is None:
         return
-    in_use, used = table.scratch, before.rows.values
-    in_use[after.fresh] = True  # a row whose place was taken: what it still learns is forgotten anyway
-    used[in_use[used] & (used >= 0)] = -1
-    in_use[after.fresh] = False
-    in_use[used[used >= 0]] = True
-    late = in_use[after.rows.values]
-    in_use[used[used >= 0]] = False
-    in_use[after.rows.values] = True
+    old, new = before.whole, after.whole
+    in_use, used = table.scratch, old.rows.values
+    if len(after.fresh):  # rows whose places were taken: what they still learn is forgotten anyway
+        in_use[after.fresh] = True
+        used[in_use[used] & (used >= 0)] = -1
+        in_use[after.fresh] = False
+    still = used[used >= 0]
+    in_use[still] = True
+    late = in_use[new.rows.values]
+    in_use[still] = False
+    in_use[new.rows.values] = True
     urgent = in_use[used] & (used >= 0)
-    in_use[after.rows.values] = False
+    in_use[new.rows.values] = False
 
-    sizes = [pair for counts in zip(after.receive, before.receive, strict=True) for pair in counts]
-    pieces = list(zip(after.rows.spread(late).split(after.receive), before.rows.spread(urgent).split(before.receive),
-                      strict=True))
-    message = torch.cat([piece for pair in pieces for piece in pair]).to(torch.uint8)
-    send = [sizes[2 * r] + sizes[2 * r + 1] for r in range(len(pieces))]
-    receive = [a + b for a, b in zip(after.send, before.send, strict=True)]
+    late_asked, urgent_asked = new.rows.spread(late), old.rows.spread(urgent)
+    message = _zip(late_asked, new.receive, urgent_asked, old.receive).to(torch.uint8)
+    send = [a + b for a, b in zip(new.receive, old.receive, strict=True)]
+    receive = [a + b for a, b in zip(new.send, old.send, strict=True)]
     after.sent_bytes += _to_others(table, send)
     handle = table.transport.all_to_all(message, send, receive)
     yield
-    answers = handle.wait().bool().split([pair for both in zip(after.send, before.send, strict=True) for pair in both])
-    wanted_late, wanted_urgent = torch.cat(answers[0::2]), torch.cat(answers[1::2])
-    after.late, after.early = after.part(wanted_late, late), after.part(~wanted_late, ~late)
-    before.urgent, before.rest = before.part(wanted_urgent, urgent), before.part(~wanted_urgent, ~urgent)
+    late_wanted, urgent_wanted = _unzip(handle.wait().bool(), new.send, old.send)
+    after.late = after.part(late_wanted, late, late_asked)
+    after.early = after.part(~late_wanted, ~late, ~late_asked)
+    before.urgent = before.part(urgent_wanted, urgent, urgent_asked)
+    before.rest = before.part(~urgent_wanted, ~urgent, ~urgent_asked)
 
 
-def answer(table: ShardedEmbedding, batch: Batch, part: Part) -> Exchange[None]:
+def answer(table: ShardedEmbedding, batch: Batch, part: Part | None) -> Exchange[None]:
     """The rows of ``part``, as they are now, into ``batch.vectors``."""
-    slots = batch.rows.spread(batch.rows.values)[part.asked]
+    if part is None:
+        return
     batch.sent_bytes += 4 * table.dim * _to_others(table, part.receive)
-    handle = table.transport.all_to_all(table.weight[slots], part.receive, part.send)
+    handle = table.transport.all_to_all(table.weight[part.slots], part.receive, part.send)
     yield
-    batch.wanted.take(part.wanted).write(handle.wait(), batch.vectors)
+    part.wanted.write(handle.wait(), batch.vectors)
 
 
-def give(table: ShardedEmbedding, batch: Batch, part: Part, gradient: Tensor, scale: float, learning_rate: float,
-         step: int) -> Exchange[None]:
+def give(table: ShardedEmbedding, batch: Batch, part: Part | None, gradient: Tensor, scale: float,
+         learning_rate: float, step: int) -> Exchange[None]:
     """``gradient`` [T, D] of the batch's vectors, times ``scale``: the rows of ``part`` are updated, each once."""
-    rows = batch.wanted.take(part.wanted).sums(gradient)
+    if part is None:
+        return
+    rows = part.wanted.sums(gradient)
     if scale != 1:
         rows *= scale
     batch.sent_bytes += 4 * table.dim * _to_others(table, part.send)
     handle = table.transport.all_to_all(rows, part.send, part.receive)
     yield
-    place = torch.empty(len(batch.rows.order), dtype=torch.int64, device=gradient.device)
-    place[part.asked] = torch.arange(len(part.asked), device=gradient.device)
-    groups = Groups(batch.rows.values, place[batch.rows.order], batch.rows.start, batch.rows.stop).take(part.rows)
-    table.update(groups.values, groups.sums(handle.wait()), learning_rate, step)
+    table.update(part.rows.values, part.rows.sums(handle.wait()), learning_rate, step)
 
 
 def by_owner(table: ShardedEmbedding, ids: Tensor) -> tuple[Groups, list[int]]:
@@ -174,11 +170,19 @@ def by_owner(table: ShardedEmbedding, ids: Tensor) -> tuple[Groups, list[int]]:
 
 def _counts(mask: Tensor, sizes: Sequence[int]) -> list[int]:
     """How many of each run of ``mask`` are set."""
-    if not len(mask):
-        return [0] * len(sizes)
-    owner = torch.repeat_interleave(torch.tensor(sizes, device=mask.device), output_size=len(mask))
-    return torch.bincount(owner[mask], minlength=len(sizes)).tolist()
+    return [int(run.count_nonzero()) for run in mask.split(list(sizes))]
 
 
-def _to_others(table: ShardedEmbedding, counts: Sequence[Any]) -> int:
+def _zip(first: Tensor, first_sizes: list[int], second: Tensor, second_sizes: list[int]) -> Tensor:
+    """Runs of both in turn."""
+    pairs = zip(first.split(first_sizes), second.split(second_sizes), strict=True)
+    return torch.cat([run for pair in pairs for run in pair])
+
+
+def _unzip(both: Tensor, first_sizes: list[int], second_sizes: list[int]) -> tuple[Tensor, Tensor]:
+    runs = both.split([size for pair in zip(first_sizes, second_sizes, strict=True) for size in pair])
+    return torch.cat(runs[0::2]), torch.cat(runs[1::2])
+
+
+def _to_others(table: ShardedEmbedding, counts: Sequence[int]) -> int:
     return sum(counts) - counts[table.transport.rank]

@@ -191,10 +191,10 @@ class Schedule(Generic[Example]):
         batches = {name: batch for name, batch in asked.items() if batch is not None}
         return batches if len(batches) == len(asked) else None
 
-    def _answer(self, batches: dict[str, Batch], part: Callable[[Batch], Part]) -> None:
+    def _answer(self, batches: dict[str, Batch], part: Callable[[Batch], Part | None]) -> None:
         together({name: answer(self.tables[name], batch, part(batch)) for name, batch in batches.items()})
 
-    def _give(self, batches: dict[str, Batch], part: Callable[[Batch], Part], update: _Update) -> None:
+    def _give(self, batches: dict[str, Batch], part: Callable[[Batch], Part | None], update: _Update) -> None:
         gradients = update.gradients
         if gradients is not None:
             together({name: give(self.tables[name], batch, part(batch), gradients[name], self.gradient_scale,
@@ -216,12 +216,12 @@ class Blocking(Schedule[Example]):
     def _forward(self) -> dict[str, Batch] | None:
         self._now = self._ask(self._ids)
         if self._now is not None:
-            self._answer(self._now, lambda batch: batch.early)
+            self._answer(self._now, lambda batch: batch.whole)
         return self._now
 
     def _step(self, update: _Update) -> None:
         assert self._now is not None
-        self._give(self._now, lambda batch: batch.rest, update)
+        self._give(self._now, lambda batch: batch.whole, update)
         _count(update.report, self._now)
 
     def synchronize(self) -> None:
@@ -244,6 +244,7 @@ class Prioritized(Schedule[Example]):
         self._now: dict[str, Batch] | None = None
         self._next: dict[str, Batch] | None = None
         self._ready: Future[Any] | None = None
+        self._unfinished: _Update | None = None
 
     def _look_ahead(self, ids: dict[str, Tensor | None]) -> None:
         self._next = self._ask(ids)
@@ -274,12 +275,18 @@ class Prioritized(Schedule[Example]):
     def _forward(self) -> dict[str, Batch] | None:
         assert self._ready is not None
         batches = self._ready.result()
+        self._begin_finish()  # not before: nothing is to keep this thread from going on
         self._stream.join([batch.vectors for batch in (batches or {}).values()])
         return batches
 
     def _step(self, update: _Update) -> None:
         self._ready = self._later(self._hand_over, update)
-        self._later(self._finish, update)
+        self._unfinished = update
+
+    def _begin_finish(self) -> None:
+        if self._unfinished is not None:
+            self._later(self._finish, self._unfinished)
+            self._unfinished = None
 
     def close(self) -> None:
         try:
@@ -287,10 +294,11 @@ class Prioritized(Schedule[Example]):
         finally:
             if self._worker is not None:
                 self._worker.close()
-            self._worker = self._now = self._next = self._ready = None
+            self._worker = self._now = self._next = self._ready = self._unfinished = None
 
     def synchronize(self) -> None:
         if self._worker is not None:
+            self._begin_finish()
             self._later(lambda: None).result()
 
     def _later(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -313,8 +321,8 @@ class Prioritized(Schedule[Example]):
 
 
 def _count(report: StepReport, batches: dict[str, Batch]) -> None:
-    report.rows = sum(len(batch.wanted.values) for batch in batches.values())
-    report.collisions = sum(len(batch.late.wanted) for batch in batches.values())
+    report.rows = sum(len(batch.whole.wanted.values) for batch in batches.values())
+    report.collisions = sum(len(batch.late.wanted.values) for batch in batches.values() if batch.late is not None)
     report.sent_bytes = sum(batch.sent_bytes for batch in batches.values())
 
 

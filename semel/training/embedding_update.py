@@ -84,7 +84,7 @@ class RowWiseAdagrad:
         slots, gradient = _there(slots, gradient)
         total = state["sum"][slots] + gradient.square().mean(1, keepdim=True)
         state["sum"][slots] = total
-        weight[slots] = weight[slots] - learning_rate * gradient / (total.sqrt() + self.eps)
+        weight[slots] = weight[slots] - learning_rate / (total.sqrt() + self.eps) * gradient
 
 
 @dataclass
@@ -151,9 +151,9 @@ def _adagrad(weight, total, slots, gradient, rate, eps):
             for d in range(len(row)):
                 squares += g[d] * g[d]
             total[slots[i], 0] += squares / np.float32(len(row))
-            scale = np.sqrt(total[slots[i], 0]) + eps
+            own_rate = rate / (np.sqrt(total[slots[i], 0]) + eps)
             for d in range(len(row)):
-                row[d] -= rate * g[d] / scale
+                row[d] -= own_rate * g[d]
 
 
 @numba.njit(cache=True, nogil=True)
