@@ -146,8 +146,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"{result['processes']} gloo processes on {result['cpus']} core(s), link {result['link_mb_s']} MB/s each way "
           f"and {result['latency_ms']} ms a call; {result['dim']} numbers a row; {result['compute_ms']:.0f} ms of "
           f"{result['compute']} a step")
-    print(f"exposed ms a step: medians of {result['rounds']} rounds of {result['steps']} steps, [least, most] of rounds; "
-          f"MB: sent by a process")
+    print(f"exposed ms a step: medians of {result['rounds']} rounds of {result['steps']} steps, [least, most] round")
     print(f"  {'collisions':>10} {'rows':>7} {'blocking ms':>24} {'prioritized ms':>24} {'bound ms':>9} {'less':>7}")
     for row in result["cases"]:
         cells = [f"{row[name]['median_ms']:.1f} [{min(row[name]['rounds_ms']):.1f}, {max(row[name]['rounds_ms']):.1f}]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +221,11 @@ def test_a_failure_under_way_is_raised_where_the_loop_waits() -> None:
         for _, vectors in schedule([torch.arange(k, k + 6) for k in range(5)], ids=lambda ids: ids):
             vectors.sum().backward()
             schedule.step()
+
+
+def test_the_loop_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "embedding.md"
+    code = page.read_text().split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 22
+    exec(code.replace("/tmp/items", str(tmp_path / "items")), {})
+    assert "% collisions" in capsys.readouterr().out and (tmp_path / "items" / "index.json").exists()
