@@ -1,21 +1,23 @@
 """What a training loop waits for its embedding table: blocking exchange against prioritized, on a slow link.
 
-    python -m benchmarks.embedding_overlap [--shares 0.01 ... 1] [--rows 5000] [--dim 64] [--compute sleep]
-                                           [--compute-ms 300] [--link-mb-s 12] [--latency-ms 0.05] [--rounds 5]
+    python -m benchmarks.embedding_overlap [--shares 0.01 ... 1] [--rows 5000] [--dim 128] [--compute sleep]
+                                           [--compute-ms 450] [--link-mb-s 12] [--latency-ms 0.05] [--rounds 3]
                                            [--json FILE]
 
-Two processes (gloo) share a table row-wise; ``Throttled`` makes the link between them as slow as stated (a token bucket
-each way; FreeScale reports 111 ms a step of blocking exchange at 8K histories, and the default link comes to about as
-much). Each process asks for ``rows`` distinct rows a step, at four places each. A share of them are rows of the step
-before, the same for both schedules; the other rows are new. The computation of a step is a sleep, or matrix products
-(``--compute matmul``), of stated length. ``exposed`` is the time that the loop spends in calls of the schedule, local
-work included, of the slower process; medians over steps; blocking and prioritized take turns, a round each.
+Two processes (gloo) share a table row-wise; ``Throttled`` makes the link between them as slow as stated, so that
+communication matters: FreeScale reports 111 ms of blocking exchange a step, the default link makes it twice that. Each
+process asks for ``rows`` distinct rows a step, at four places each. A share of them are rows of the step before, the same
+for both schedules; the other rows are new. The computation of a step is a sleep, or matrix products (``--compute
+matmul``), of stated length. ``exposed`` is the time that the loop spends in calls of the schedule, local work included,
+of the slower process; medians over steps; blocking and prioritized take turns, a round each.
 
-    bound    1.3 x collision share x blocking + 2 ms, with the share that the run itself counted
+    bound    1.3 x collision share x blocking + 2 ms, the share counted on the ids
+    less     blocking over prioritized, median of the rounds
 
 The last row draws ids as a site would: a history of 8,192 events a process, over a catalogue of 100 million items with
 popularity ~ rank^-0.85. Its collision share is what comes out; the issue asks for 8 times less exposed where it is at
-most 8 %.
+most 8 %. Two exchanges a step are always exposed: about 2.5 ms here, half of it gloo's own time on the loopback. On a
+busy machine threads wake late, which such small times do not survive: start it with ``chrt -f 5`` there.
 """
 
 from __future__ import annotations
@@ -160,12 +162,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES, help="collision shares; the site comes last")
     parser.add_argument("--rows", type=int, default=5_000, help="distinct rows a process and step")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--compute-ms", type=float, default=300.0)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--compute-ms", type=float, default=450.0)
     parser.add_argument("--compute", choices=("sleep", "matmul"), default="sleep")
     parser.add_argument("--link-mb-s", type=float, default=12.0)
     parser.add_argument("--latency-ms", type=float, default=0.05)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     options = {name: value for name, value in vars(arguments).items() if name not in ("json", "shares")}

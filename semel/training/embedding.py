@@ -72,13 +72,16 @@ class ShardedEmbedding:
             self.weight[torch.from_numpy(slots[piece])] = self._start(keys[piece])
 
     def flat_ids(self, ids: Ids) -> Tensor:
-        """What a caller has -> [T] int64 on the table's device. Raises TypeError for numbers that are not integers."""
+        """What a caller has -> [T] int64 on the table's device. Raises TypeError for numbers that are not integers,
+        ValueError for ids that a dense table has no rows for."""
         values = ids.values if isinstance(ids, Jagged) else ids
         if not isinstance(values, Tensor):
             values = torch.from_numpy(np.array(stable_id(np.asarray(values)), dtype=np.int64))
         if values.dtype.is_floating_point or values.dtype == torch.bool:
             raise TypeError(f"ids must be integers or strings, got {values.dtype}")
-        return values.reshape(-1).to(self.weight.device, torch.int64)
+        flat = values.reshape(-1).to(self.weight.device, torch.int64)
+        self.rows.check(flat)
+        return flat
 
     def read(self, ids: Ids) -> Tensor:
         """[T] or jagged ids -> [T, dim], without gradients and without new rows: an id that has none reads what its row

@@ -141,7 +141,7 @@ def answer(table: ShardedEmbedding, batch: Batch, part: Part | None) -> Exchange
     if part is None:
         return
     batch.sent_bytes += 4 * table.dim * _to_others(table, part.receive)
-    handle = table.transport.all_to_all(table.weight[part.slots], part.receive, part.send)
+    handle = table.transport.all_to_all(table.weight.index_select(0, part.slots), part.receive, part.send)
     yield
     part.wanted.write(handle.wait(), batch.vectors)
 

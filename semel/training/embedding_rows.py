@@ -28,8 +28,12 @@ class Rows(Protocol):
     slots: int
     """Rows that this rank has memory for."""
 
+    def check(self, ids: Tensor) -> None:
+        """Raises ValueError for an id that the policy refuses."""
+        ...
+
     def keys(self, ids: Tensor) -> Tensor:
-        """int64 ids of any shape -> their rows' keys. Raises ValueError for an id that the policy refuses."""
+        """int64 ids -> their rows' keys."""
         ...
 
     def owner(self, keys: Tensor) -> Tensor:
@@ -76,11 +80,13 @@ class DenseRows:
         self.rows, self.rank, self.world_size = rows, rank, world_size
         self.slots = len(range(rank, rows, world_size))
 
+    def check(self, ids: Tensor) -> None:
+        for end in ids.aminmax() if len(ids) else ():
+            if not 0 <= int(end) < self.rows:
+                raise ValueError(f"id {int(end)} is outside 0 .. {self.rows - 1} of a dense table; give it more rows, "
+                                 f'or take new_ids="hashed" or "zero_collision"')
+
     def keys(self, ids: Tensor) -> Tensor:
-        outside = (ids < 0) | (ids >= self.rows)
-        if bool(outside.any()):
-            raise ValueError(f"id {int(ids[outside][0])} is outside 0 .. {self.rows - 1} of a dense table; give it "
-                             f'more rows, or take new_ids="hashed" or "zero_collision"')
         return ids
 
     def owner(self, keys: Tensor) -> Tensor:
@@ -104,6 +110,9 @@ class HashedRows(DenseRows):
     """Key = ``mix(id) mod rows``; the rest is dense. Of n ids about ``n^2 / (2 rows)`` pairs share a row."""
 
     name = "hashed"
+
+    def check(self, ids: Tensor) -> None:
+        pass
 
     def keys(self, ids: Tensor) -> Tensor:
         mixed = mix(ids.cpu().numpy().astype(np.uint64))
@@ -131,6 +140,9 @@ class ZeroCollisionRows:
         self._used = np.full(self.slots, -1, np.int64)  # -1: a free slot
         self._count = np.zeros(mine, np.int64)
         self._places = np.full(1 << (2 * self.slots).bit_length(), -1, np.int64)
+
+    def check(self, ids: Tensor) -> None:
+        pass
 
     def keys(self, ids: Tensor) -> Tensor:
         return ids

@@ -123,11 +123,8 @@ class Schedule(Generic[Example]):
             named = dict.fromkeys(self.tables) if ids is None else {ONE: ids} if ONE in self.tables else dict(ids)
             if named.keys() != self.tables.keys():
                 raise KeyError(f"ids are for {sorted(named)}, the tables are {sorted(self.tables)}")
-            flat = {name: None if value is None else self.tables[name].flat_ids(value) for name, value in named.items()}
-            for name, value in flat.items():
-                if value is not None:
-                    self.tables[name].rows.keys(value)  # refuse ids here, where the caller is
-            self._announce(flat)
+            self._announce({name: None if value is None else self.tables[name].flat_ids(value)
+                            for name, value in named.items()})
             self._announced = True
 
     def forward(self) -> Vectors | None:
