@@ -1,0 +1,185 @@
+"""Promise 5, embeddings: prioritized communication changes when rows travel, never the result, to the last bit.
+
+Three ways to the same table: ``Blocking``, ``Prioritized``, and a dictionary of rows in one process
+(``ReferenceEmbedding``), which sums gradients in the order that both promise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from thread_ranks import on_ranks
+from torch import Tensor
+
+from semel.comm.processes import spawn
+from semel.comm.transport import transport as make_transport
+from semel.training.embedding import SGD, Adam, RowWiseAdagrad, ShardedEmbedding
+from semel.training.embedding_exchange import answer, together
+from semel.training.embedding_reference import ReferenceEmbedding
+from semel.training.embedding_schedule import Blocking, Prioritized
+
+DIM = 5
+ROWS = 97
+OPTIMIZERS = {"sgd": lambda: SGD(0.3), "adagrad": lambda: RowWiseAdagrad(0.2), "adam": lambda: Adam(0.1)}
+
+
+def draw_batches(seed: int, steps: int, world_size: int, overlap: float, size: int) -> list[list[Tensor]]:
+    """``[step][rank]`` ids: a share ``overlap`` of a rank's ids are ids of the global batch before, the others are not.
+    Some ranks have none."""
+    random = torch.Generator().manual_seed(seed)
+    batches: list[list[Tensor]] = []
+    before = torch.empty(0, dtype=torch.int64)
+    for _ in range(steps):
+        other = torch.tensor(sorted(set(range(ROWS)) - set(before.tolist())))
+        batch = []
+        for _ in range(world_size):
+            n = int(torch.randint(0, size + 1, (1,), generator=random))
+            again = int((torch.rand(n, generator=random) < overlap).sum()) if len(before) else 0
+            again = n if not len(other) else again
+            parts = [before[torch.randint(0, max(len(before), 1), (again,), generator=random)],
+                     other[torch.randint(0, max(len(other), 1), (n - again,), generator=random)]]
+            ids = torch.cat(parts)
+            batch.append(ids[torch.randperm(len(ids), generator=random)])
+        batches.append(batch)
+        before = torch.cat(batch).unique()
+    return batches
+
+
+def loss_of(vectors: Tensor, ids: Tensor, step: int) -> Tensor:
+    """Not linear in the vectors, so that a row that was read too early shows."""
+    target = ((ids[:, None] * 7 + torch.arange(DIM) + step) % 11).float() / 11
+    return ((vectors - target).square() * (1 + (ids % 3)[:, None])).sum() + vectors.pow(3).sum() / 7
+
+
+class Naive(Prioritized):
+    """Prefetches every row: those of the batch before are read before their update."""
+
+    def _look_ahead(self, ids: Any) -> None:
+        self._next = self._ask(ids)
+        if self._next is not None:
+            together({name: answer(self.tables[name], batch, batch.whole) for name, batch in self._next.items()})
+
+
+def trained(transport: Any, kind: type, batches: list[list[Tensor]], optimizer: str, new_ids: str = "dense",
+            rows: int = ROWS) -> dict[str, Any]:
+    """Trains this rank's part of every batch; its rows and states by key, and the loss of each step."""
+    table = ShardedEmbedding(DIM, transport, rows=rows, new_ids=new_ids, optimizer=OPTIMIZERS[optimizer](), seed=3)
+    schedule = kind(table)
+    mine = [(step, batch[transport.rank]) for step, batch in enumerate(batches)]
+    losses = []
+    for (step, ids), vectors in schedule(mine, ids=lambda item: item[1]):
+        loss = loss_of(vectors, ids, step)
+        loss.backward()
+        losses.append(loss.item())
+        schedule.step()
+    state = table.state_dict()
+    return {"state": {name: value.numpy() for name, value in state.items()}, "losses": losses, "steps": table.steps,
+            "collision_rate": schedule.report.collision_rate}
+
+
+def by_key(results: list[dict[str, Any]]) -> dict[int, bytes]:
+    """Every row with all of its state, as bytes."""
+    rows = {}
+    for result in results:
+        state = result["state"]
+        for i, key in enumerate(state["key"].tolist()):
+            rows[key] = b"".join(state[name][i].tobytes() for name in sorted(state) if name not in ("key", "clock"))
+    return rows
+
+
+def reference(batches: list[list[Tensor]], optimizer: str) -> tuple[dict[int, bytes], list[list[float]]]:
+    table = ReferenceEmbedding(DIM, OPTIMIZERS[optimizer](), seed=3)
+    losses = []
+    table.vectors(torch.arange(ROWS))
+    for step, batch in enumerate(batches):
+        vectors = [table.vectors(ids).requires_grad_() for ids in batch]
+        loss = [loss_of(v, ids, step) for v, ids in zip(vectors, batch, strict=True)]
+        sum(loss).backward()  # type: ignore[union-attr]
+        losses.append([one.item() for one in loss])
+        table.step(batch, [v.grad for v in vectors])  # type: ignore[misc]
+    used = torch.zeros(1, dtype=torch.int64).numpy()  # of a dense table
+    rows = {key: b"".join([*(table.state[key][name][0].numpy().tobytes() for name in sorted(table.state[key])),
+                           used.tobytes(), table.rows[key][0].numpy().tobytes()]) for key in table.rows}
+    return rows, losses
+
+
+@given(seed=st.integers(0, 2**20), world_size=st.integers(1, 4), steps=st.integers(0, 7),
+       overlap=st.sampled_from([0.0, 0.03, 0.3, 0.7, 1.0]), size=st.integers(0, 30),
+       optimizer=st.sampled_from(list(OPTIMIZERS)))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_three_ways_to_the_same_bits(seed: int, world_size: int, steps: int, overlap: float, size: int,
+                                     optimizer: str) -> None:
+    batches = draw_batches(seed, steps, world_size, overlap, size)
+    rows, losses = reference(batches, optimizer)
+    for kind in (Blocking, Prioritized):
+        results = on_ranks(world_size, lambda transport, kind=kind: trained(transport, kind, batches, optimizer))
+        assert by_key(results) == rows
+        assert [[result["losses"][step] for result in results] for step in range(steps)] == losses
+        assert {result["steps"] for result in results} == {steps}
+
+
+@given(seed=st.integers(0, 2**20), world_size=st.integers(2, 4), optimizer=st.sampled_from(list(OPTIMIZERS)),
+       new_ids=st.sampled_from(["hashed", "zero_collision"]), overlap=st.sampled_from([0.0, 0.4, 1.0]))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_same_where_ids_share_rows_and_where_rows_are_taken_from_ids(
+        seed: int, world_size: int, optimizer: str, new_ids: str, overlap: float) -> None:
+    batches = draw_batches(seed, 9, world_size, overlap, 10 // world_size)  # never more than a partition has
+    rows = 40  # fewer than ids: four partitions of ten for zero_collision
+    blocking, prioritized = (
+        on_ranks(world_size, lambda transport, kind=kind: trained(transport, kind, batches, optimizer, new_ids, rows))
+        for kind in (Blocking, Prioritized))
+    assert by_key(blocking) == by_key(prioritized)
+    assert [r["losses"] for r in blocking] == [r["losses"] for r in prioritized]
+
+
+def test_naive_prefetch_gives_another_result() -> None:
+    """Else the tests above could not see what they look for."""
+    for overlap, same in ((0.0, True), (0.5, False)):
+        batches = draw_batches(1, 6, 2, overlap, 20)
+        rows, _ = reference(batches, "sgd")
+        naive = on_ranks(2, lambda transport, batches=batches: trained(transport, Naive, batches, "sgd"))
+        assert (by_key(naive) == rows) == same
+
+
+def on_process(seeds: list[int], steps: int, overlaps: list[float], optimizers: list[str]) -> list[Any]:
+    """One rank's results of every case, by both schedules."""
+    transport = make_transport()
+    out: list[Any] = []
+    for seed, overlap in zip(seeds, overlaps, strict=True):
+        batches = draw_batches(seed, steps, transport.world_size, overlap, 40)
+        out += [[trained(transport, kind, batches, optimizer) for kind in (Blocking, Prioritized)]
+                for optimizer in optimizers]
+    return out
+
+
+def check_processes(world_size: int, steps: int, overlaps: list[float]) -> None:
+    seeds, optimizers = list(range(len(overlaps))), list(OPTIMIZERS)
+    ranks = spawn(on_process, world_size, seeds, steps, overlaps, optimizers)
+    case = 0
+    for seed, overlap in zip(seeds, overlaps, strict=True):
+        batches = draw_batches(seed, steps, world_size, overlap, 40)
+        for optimizer in optimizers:
+            rows, losses = reference(batches, optimizer)
+            for schedule in range(2):
+                results = [rank[case][schedule] for rank in ranks]
+                assert by_key(results) == rows, (world_size, overlap, optimizer, schedule)
+                assert [list(step) for step in zip(*(r["losses"] for r in results), strict=True)] == losses
+            rate = [rank[case][1]["collision_rate"] for rank in ranks]
+            assert all(0 <= r <= 1 for r in rate) and (max(rate) > 0) == (overlap > 0)
+            case += 1
+
+
+@pytest.mark.timeout(110)
+def test_the_same_bits_in_two_processes() -> None:
+    check_processes(2, 8, [0.4])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_same_bits_after_500_steps(world_size: int) -> None:
+    check_processes(world_size, 500, [0.0, 0.05, 0.25, 0.5, 0.75, 1.0])
