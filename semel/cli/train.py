@@ -1,9 +1,11 @@
-"""``semel train``: a recipe on a store gives a run."""
+"""``semel train``: a recipe on a store gives a run. Also ``torchrun ... -m semel.cli.train`` on several hosts."""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,17 +26,24 @@ def train(
     assign: Annotated[list[str] | None, typer.Option(
         "--set", metavar="FIELD=VALUE", help="Override one field (epochs=3); may be repeated.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="How many processes on this machine train together.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train a model. Ctrl-C saves a checkpoint to resume from."""
     from semel.cli import output
-    from semel.training import Trainer
+    from semel.comm.processes import join
+    from semel.training import Run
 
     chosen = choose(recipe, resume, store, out, config, assign or [])
-    with output.progress_bar() as bar:
-        trainer = Trainer(chosen, on_progress=Shown(bar))
-        with _save_on_interrupt(trainer):
-            run = fit(trainer, resume)
+    if nproc > 1 and "RANK" in os.environ:
+        raise ValueError("torchrun decides how many processes there are (--nproc-per-node); leave --nproc out")
+    if nproc > 1:
+        run = Run.open(_together(nproc, chosen, resume))
+    elif join().rank:
+        _one(chosen, resume)
+        return
+    else:
+        run = Run.open(_one(chosen, resume))
     facts = outcome(run)
     if as_json:
         output.print_json(facts)
@@ -42,6 +51,45 @@ def train(
     output.results().print(
         f"{run.path}: {output.count(facts['epochs'], 'epoch')}, {output.count(facts['steps'], 'step')} in "
         f"{facts['seconds']:.0f} s; {kept(facts)}", soft_wrap=True)
+
+
+def _one(recipe: Recipe, resume: Path | None) -> str:
+    """Train in this process, which may be one of several; the path of the run."""
+    from semel.cli import output
+    from semel.comm.interface import PeerLost
+    from semel.comm.processes import join, leave
+    from semel.training import Trainer
+
+    world = join()
+    with output.progress_bar() as bar:
+        trainer = Trainer(recipe, on_progress=Shown(bar) if world.rank == 0 else None)
+        try:
+            with _save_on_interrupt(trainer.stop):
+                return str(fit(trainer, resume).path)
+        except PeerLost as error:
+            if "TORCHELASTIC_RUN_ID" not in os.environ:
+                raise
+            print(f"error: {error}", file=sys.stderr)  # torchrun says which one has ended, and ends the rest
+            leave(1)
+            raise
+
+
+def _together(nproc: int, recipe: Recipe, resume: Path | None) -> str:
+    """Train in ``nproc`` new processes."""
+    from semel.comm.interface import PeerLost
+    from semel.comm.processes import ProcessDied, spawn
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # which is handed on
+
+    try:
+        with _save_on_interrupt(stop):
+            return str(spawn(_one, nproc, recipe, resume)[0])
+    except (ProcessDied, PeerLost) as error:
+        where = f"{resume}" if resume else f"the run in {recipe.out}"
+        print(f"error: {error}; go on from its last checkpoint: semel train --resume {where} --nproc {nproc}",
+              file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def kept(facts: dict[str, Any]) -> str:
@@ -99,9 +147,11 @@ class Shown:
         self._validation: dict[str, float] = {}
 
     def __call__(self, now: Progress) -> None:
+        from semel.training.timeline import short
+
         self._bar.update(
             self._task, completed=now.step, total=now.steps, description=f"epoch {now.epoch + 1} of {now.epochs}",
-            detail=f"loss {now.loss:.4f}  {now.samples_per_s:,.0f} samples/s  waited {now.wait_s:.1f} s")
+            detail=f"loss {now.loss:.4f}  {now.samples_per_s:,.0f} samples/s  {short(now.seconds)}")
         if now.validation and now.validation != self._validation:
             figures = ", ".join(f"{name} {value:.4f}" for name, value in now.validation.items())
             text = f"{self._indent}after epoch {now.epoch}: loss {now.loss:.4f}, {figures}"
@@ -117,8 +167,8 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 @contextmanager
-def _save_on_interrupt(trainer: Trainer) -> Iterator[None]:
-    """Within the block the first Ctrl-C lets the trainer save; a second one ends at once."""
+def _save_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Within the block the first Ctrl-C calls ``stop``, which lets a trainer save; a second one ends at once."""
     from semel.cli import output
     from semel.cli.errors import INTERRUPTED
     from semel.training import Interrupted
@@ -127,7 +177,7 @@ def _save_on_interrupt(trainer: Trainer) -> Iterator[None]:
 
     def save(*_: Any) -> None:
         signal.signal(signal.SIGINT, before)
-        trainer.stop()
+        stop()
 
     signal.signal(signal.SIGINT, save)
     try:
@@ -137,3 +187,9 @@ def _save_on_interrupt(trainer: Trainer) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+if __name__ == "__main__":
+    from semel.cli import app
+
+    app(["train", *sys.argv[1:]], prog_name="semel")

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ def write_trace(path: Path, events: list[dict[str, Any]]) -> None:
     os.replace(part, path)
 
 
-def short(means: dict[str, float]) -> str:
-    """Milliseconds of a step in one line: the largest stages, then every bubble of note."""
+def short(means: Mapping[str, float]) -> str:
+    """Milliseconds of a step and of its bubbles that take more than a hundredth of it, for a line of progress."""
     whole = means.get("step", 0.0)
     if not whole:
         return ""
