@@ -128,7 +128,7 @@ class RequestLoader:
 
     def upcoming(self) -> list[np.ndarray]:
         """The global batches of the current epoch that are still to come, as indices of requests: what a trainer that
-        makes its own stages goes through, with ``costs``, ``read``, ``materialize`` and ``took``."""
+        makes its own stages goes through, with ``costs``, ``read`` and ``took``."""
         return self._batches()[self._next:]
 
     def costs(self, index: np.ndarray) -> np.ndarray:
@@ -138,16 +138,6 @@ class RequestLoader:
     def read(self, index: np.ndarray) -> RequestRows:
         """Some of the requests, with their pointers. Any number of threads may ask."""
         return self.rows.select(index)
-
-    def histories(self, rows: RequestRows) -> Histories:
-        """What the rows point to, for ``materialize``; the rows need not be the loader's own."""
-        return read_ahead(rows, self.store, self.features, projection=self.projection)
-
-    def materialize(self, rows: RequestRows, histories: Histories) -> RequestBatch:
-        """The batch of ``rows``, counted in ``counters`` and seen to as ``withheld`` says."""
-        batch, counters = self._make((rows, histories))
-        self.counters += counters
-        return batch
 
     def took(self) -> None:
         """One of ``upcoming`` is done: ``state_dict`` is behind it."""
@@ -185,7 +175,7 @@ class RequestLoader:
 
     def _read_ahead(self, index: np.ndarray) -> tuple[RequestRows, Histories]:
         rows = self.read(index)
-        return rows, self.histories(rows)
+        return rows, read_ahead(rows, self.store, self.features, projection=self.projection)
 
     def _make(self, read: tuple[RequestRows, Histories]) -> tuple[RequestBatch, ReadCounters]:
         rows, histories = read

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from semel.batch import JaggedTable, RequestBatch, RequestRows
-from semel.examples import RequestLoader, build_examples, history_tensors, leave_one_out, sequences_before
+from semel.examples import (
+    RequestLoader,
+    build_examples,
+    history_tensors,
+    leave_one_out,
+    materialize,
+    sequences_before,
+)
+from semel.examples.materialization import read_ahead
 from semel.examples.shared_reads import Histories
 from semel.features import Feature, FeatureSpec, Task
 from semel.history import HistoryStore
@@ -41,16 +49,10 @@ class Loader(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Objective(Protocol):
-    """``score``: the validation figure that early stopping watches; smaller is better if ``smaller``.
+class Computed(Protocol):
+    """How rows become a batch, and a batch a loss. ``rows`` are what ranks exchange, a ``batch`` is what the model is
+    given."""
 
-    ``rows`` are what ranks exchange, a ``batch`` is what the model is given."""
-
-    loader: Loader
-    score: str
-    smaller: bool
-
-    def make_model(self) -> Model: ...
     def histories(self, rows: Any) -> Any:
         """What rows point to, read; None where they hold it."""
         ...
@@ -65,58 +67,41 @@ class Objective(Protocol):
         """What a part adds to the loss of the whole, of whose ``counts`` it has this share [K]."""
         ...
     def samples(self, batch: Any) -> int: ...
-    def validate(self, model: Any) -> Mapping[str, float]:
-        """Figures on the validation data, ``score`` among them, of all ranks together; nothing if there are none."""
-        ...
     def close(self) -> None: ...
 
 
-class RankingObjective:
-    """Sessions of the store, split by time; validated by NE and AUC of the first binary task."""
+class Objective(Computed, Protocol):
+    """``score``: the validation figure that early stopping watches; smaller is better if ``smaller``."""
 
-    score, smaller = "ne", True
+    loader: Loader
+    score: str
+    smaller: bool
 
-    def __init__(self, recipe: Recipe, ranks: Ranks | None = None) -> None:
-        self.recipe, self.ranks = recipe, ranks or Ranks()
-        self.store, self.catalogue = open_stores(recipe.store)
-        config = recipe.examples
-        examples = build_examples(
-            recipe.store, config.name, recipe.features, gap_us=round(config.gap_minutes * 60_000_000),
-            like_threshold=config.like_threshold, validation_fraction=config.validation_fraction,
-            test_fraction=config.test_fraction, max_candidates=config.max_candidates,
-        )
-        for split in ("train", "validation"):
-            if not examples.counts[split]["requests"]:
-                raise ValueError(f"the {split} split of {recipe.store} has no requests; give it a larger fraction "
-                                 f"(examples.{split}_fraction) or more events")
-        self._validation_begins = examples.boundaries["validation"]
-        common: dict[str, Any] = {"features": recipe.features, "catalogue": self.catalogue, "seed": recipe.seed}
-        self._train = RequestLoader(examples.paths["train"], self.store, batch_requests=recipe.batch,
-                                    shuffle=config.shuffle, **common)
-        self.loader: Loader = self._train
-        self._validation = RequestLoader(examples.paths["validation"], self.store, batch_requests=256, shuffle=False,
-                                         rank=self.ranks.rank, world_size=self.ranks.world_size, **common)
-        binary = [task.name for task in recipe.features.tasks if task.kind == "binary"]
+    def make_model(self) -> Model: ...
+    def validate(self, model: Any) -> Mapping[str, float]:
+        """Figures on the validation data, ``score`` among them, of all ranks together; nothing if there are none."""
+        ...
+
+
+class RequestObjective:
+    """Request rows with labels, wherever they come from: what ranking from sessions and from exposures share.
+
+    ``judged``: the first binary task, ``column`` its place in a model's output."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        binary = [i for i, task in enumerate(recipe.features.tasks) if task.kind == "binary"]
         if not binary:
             raise ValueError(f"recipe {recipe.name!r} has no binary task to validate by")
-        self._judged = binary[0]
-        self._column = [task.name for task in recipe.features.tasks].index(self._judged)
-        self._first_pass = RequestLoader(examples.paths["train"], self.store, batch_requests=256, shuffle=False,
-                                         **common)
-
-    def make_model(self) -> Model:
-        features = self.recipe.features
-        model = make_model(self.recipe.model, features, request_statistics(features, self._first_pass).encoders())
-        before = sequences_before(self.store, self._validation_begins, (features.item,))
-        spec = FeatureSpec((Feature(features.item),), item=features.item)
-        _warm_start(model, self.recipe, history_tensors(before.histories, spec))
-        return model
+        self.column = binary[0]
+        self.judged = recipe.features.tasks[self.column].name
+        self.store, self.catalogue = open_stores(recipe.store)
 
     def histories(self, rows: RequestRows) -> Histories:
-        return self._train.histories(rows)
+        return read_ahead(rows, self.store, self.recipe.features)
 
     def materialize(self, rows: RequestRows, histories: Histories) -> RequestBatch:
-        return self._train.materialize(rows, histories)
+        return materialize(rows, self.store, self.catalogue, self.recipe.features, histories=histories)
 
     def counts(self, data: RequestRows | RequestBatch) -> np.ndarray:
         """Candidates, then the weight of the labels of each task."""
@@ -132,20 +117,59 @@ class RankingObjective:
     def samples(self, batch: RequestBatch) -> int:
         return batch.candidates
 
-    def validate(self, model: Any) -> dict[str, float]:
-        ne, auc = NormalizedEntropy(), AUC()
-        for batch in self._validation:
-            mask = batch.label_mask[self._judged].numpy()
-            logits = model(batch)[:, self._column].float().numpy()[mask]
-            label = batch.label[self._judged].numpy()[mask]
-            ne.update_logits(label, logits)
-            auc.update_logits(label, logits)
-        return {"ne": self.ranks.sum_metric(ne).ne, "auc": self.ranks.sum_metric(auc).value}
+    def labelled(self, model: Any, batch: RequestBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Labels and logits of the judged task, of the candidates that have a label."""
+        mask = batch.label_mask[self.judged].numpy()
+        return batch.label[self.judged].numpy()[mask], model(batch)[:, self.column].float().numpy()[mask]
 
     def close(self) -> None:
         self.store.close()
         if self.catalogue is not None:
             self.catalogue.close()
+
+
+class RankingObjective(RequestObjective):
+    """Sessions of the store, split by time; validated by NE and AUC of the first binary task."""
+
+    score, smaller = "ne", True
+
+    def __init__(self, recipe: Recipe, ranks: Ranks | None = None) -> None:
+        super().__init__(recipe)
+        self.ranks = ranks or Ranks()
+        config = recipe.examples
+        examples = build_examples(
+            recipe.store, config.name, recipe.features, gap_us=round(config.gap_minutes * 60_000_000),
+            like_threshold=config.like_threshold, validation_fraction=config.validation_fraction,
+            test_fraction=config.test_fraction, max_candidates=config.max_candidates,
+        )
+        for split in ("train", "validation"):
+            if not examples.counts[split]["requests"]:
+                raise ValueError(f"the {split} split of {recipe.store} has no requests; give it a larger fraction "
+                                 f"(examples.{split}_fraction) or more events")
+        self._validation_begins = examples.boundaries["validation"]
+        common: dict[str, Any] = {"features": recipe.features, "catalogue": self.catalogue, "seed": recipe.seed}
+        self.loader: Loader = RequestLoader(examples.paths["train"], self.store, batch_requests=recipe.batch,
+                                            shuffle=config.shuffle, **common)
+        self._validation = RequestLoader(examples.paths["validation"], self.store, batch_requests=256, shuffle=False,
+                                         rank=self.ranks.rank, world_size=self.ranks.world_size, **common)
+        self._first_pass = RequestLoader(examples.paths["train"], self.store, batch_requests=256, shuffle=False,
+                                         **common)
+
+    def make_model(self) -> Model:
+        features = self.recipe.features
+        model = make_model(self.recipe.model, features, request_statistics(features, self._first_pass).encoders())
+        before = sequences_before(self.store, self._validation_begins, (features.item,))
+        spec = FeatureSpec((Feature(features.item),), item=features.item)
+        _warm_start(model, self.recipe, history_tensors(before.histories, spec))
+        return model
+
+    def validate(self, model: Any) -> dict[str, float]:
+        ne, auc = NormalizedEntropy(), AUC()
+        for batch in self._validation:
+            label, logits = self.labelled(model, batch)
+            ne.update_logits(label, logits)
+            auc.update_logits(label, logits)
+        return {"ne": self.ranks.sum_metric(ne).ne, "auc": self.ranks.sum_metric(auc).value}
 
 
 class NextItemObjective:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from semel.examples.order import token_cuts
 from semel.training.loops import Stage
-from semel.training.objectives import Loader, Objective
+from semel.training.objectives import Computed, Loader
 from semel.training.pieces import Workers, add, cut_evenly
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
@@ -38,6 +38,7 @@ class Update:
     """The batches that make one update of the weights, and what has been summed over them so far. ``done``: the share
     of the whole run's batches that lies behind it."""
 
+    loader: Loader
     batches: list[np.ndarray]
     done: float
     rows: list[Any] = field(default_factory=list)
@@ -80,31 +81,34 @@ def updates(loader: Loader, accumulate_tokens: int | None, before: int, total: i
     batches = loader.upcoming()
     cuts = np.arange(len(batches) + 1) if accumulate_tokens is None else token_cuts(
         np.array([loader.costs(batch).sum() for batch in batches], np.int64), accumulate_tokens)
-    return [Update(batches[a:b], (before + a) / max(total, 1)) for a, b in pairwise(cuts)]
+    return [Update(loader, batches[a:b], (before + a) / max(total, 1)) for a, b in pairwise(cuts)]
 
 
 class StepStages:
     """The stages over one model; ``step`` counts updates. ``stop``: asked before each update whether this rank has been
-    told to stop; after it ``stopping`` says whether any has, the same on all ranks."""
+    told to stop; after it ``stopping`` says whether any has, the same on all ranks. ``embed`` is called with a batch
+    before the model computes it, ``score`` with one before any weight has learned from it."""
 
-    def __init__(self, recipe: Recipe, objective: Objective, model: Any, optimizer: torch.optim.Optimizer,
+    def __init__(self, recipe: Recipe, objective: Computed, model: Any, optimizer: torch.optim.Optimizer,
                  workers: Workers, ranks: Ranks, timeline: Timeline, stop: Callable[[], bool],
-                 exchange: Exchange | None = None, embed: Callable[[Work], None] | None = None) -> None:
+                 exchange: Exchange | None = None, embed: Callable[[Work], None] | None = None,
+                 score: Callable[[Work], None] | None = None) -> None:
         self.recipe, self.objective, self.model, self.optimizer = recipe, objective, model, optimizer
         self.workers, self.ranks, self.timeline, self._stop = workers, ranks, timeline, stop
-        self.exchange, self._embed = exchange, embed
+        self.exchange, self._embed, self._score = exchange, embed, score
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.pieces = max(recipe.pieces, ranks.world_size)
         self.step = 0
         self.stopping = False
 
     def stages(self) -> list[Stage]:
-        """In order; exchange and embed only where there is something to do."""
+        """In order; exchange, embed and score only where there is something to do."""
         return [
             Stage("read", self._read, ahead=True),
             *([Stage("exchange", self._exchange, ahead=True)] if self.exchange else []),
             Stage("materialize", self._materialize, ahead=True),
             *([Stage("embed", self._embed)] if self._embed else []),
+            *([Stage("score", self._score)] if self._score else []),
             Stage("forward", self._forward),
             Stage("backward", self._backward),
             Stage("update", self._update),
@@ -114,12 +118,12 @@ class StepStages:
         update = work.update
         if work.number == 0:  # all of the update's rows: over how much its loss is a mean is known before the first
             for number, batch in enumerate(update.batches):
-                runs = cut_evenly(self.objective.loader.costs(batch), self.pieces)
+                runs = cut_evenly(update.loader.costs(batch), self.pieces)
                 mine = np.array_split(np.arange(len(runs)), self.ranks.world_size)[self.ranks.rank]
                 own = [runs[i] for i in mine]
                 first, stop = (own[0][0], own[-1][1]) if own else (0, 0)
                 update.pieces.append(number * self.pieces + int(mine[0]) if own else 0)
-                update.rows.append(self.objective.loader.read(batch[first:stop]))
+                update.rows.append(update.loader.read(batch[first:stop]))
                 update.runs.append([(a - first, b - first) for a, b in own])
                 update.counts = self.objective.counts(update.rows[-1]) + (0 if update.counts is None else update.counts)
         work.rows, work.runs = update.rows[work.number], update.runs[work.number]
@@ -167,7 +171,7 @@ class StepStages:
     def _loss(self, piece: Any, source: torch.Generator, share: np.ndarray) -> Tensor:
         if self.recipe.precision == "float32":
             return self.objective.loss(self.model, piece, source, share)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.parameters[0].device.type, torch.bfloat16):
             return self.objective.loss(self.model, piece, source, share)
 
     def _backward(self, work: Work) -> None:

@@ -19,13 +19,14 @@ from torch import Tensor
 from semel.models import save_model
 from semel.training import loops
 from semel.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from semel.training.curves import Curves
 from semel.training.objectives import Objective, make_objective
 from semel.training.pieces import Workers
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
 from semel.training.run import Run
 from semel.training.stages import Exchange, StepStages, Work, updates, works
-from semel.training.timeline import Timeline, write_trace
+from semel.training.timeline import Timeline
 
 LOG_EVERY = 20
 
@@ -90,13 +91,13 @@ class Trainer:
         if recipe.balance != "none":
             raise ValueError(f"balance={recipe.balance!r}: this version cannot exchange requests yet; set 'none'")
         ranks = Ranks()
-        with torch.random.fork_rng(devices=[]), _OnSigterm(self.stop):
+        with torch.random.fork_rng(devices=[]), OnSigterm(self.stop):
             torch.manual_seed(recipe.seed)
             objective = ranks.in_turn(lambda: make_objective(recipe, ranks))
             try:
                 model = objective.make_model()
                 if resume is None:
-                    run = Run(Path(ranks.first(lambda: str(_new_run(recipe)))), recipe)
+                    run = Run(Path(ranks.first(lambda: str(new_run(recipe)))), recipe)
                 _Loop(self, run, objective, model, ranks).go(resume is not None)
             finally:
                 objective.close()
@@ -128,12 +129,9 @@ class _Loop:
         return self.ranks.rank == 0
 
     def go(self, resume: bool) -> None:
-        if resume:
-            self._restore()
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(self.run.path / "tensorboard")) if self.chief else None
-        try:
+        with Curves(self.run, self.ranks) as self.curves:
+            if resume:
+                self._restore()
             stopped_early = self.since_best >= self.recipe.patience
             while self.epoch < self.recipe.epochs and not stopped_early:
                 self._train_epoch()
@@ -141,10 +139,7 @@ class _Loop:
                 if self.epoch % self.recipe.validate_every == 0 or last:
                     stopped_early = self._validate()
                 self._save()
-                self._trace()
-        finally:
-            if self.writer is not None:
-                self.writer.close()
+                self.curves.trace(self.timeline)
         if self.chief:
             (self.run.path / "run.json").write_text(json.dumps({
                 "model_version": self.version, "epochs": self.epoch, "steps": self.step, "seconds": self.seconds,
@@ -197,7 +192,7 @@ class _Loop:
                     if stop or self.step % recipe.checkpoint_steps == 0:
                         self._save()
                     if stop:
-                        self._trace()
+                        self.curves.trace(self.timeline)
                         raise Interrupted(f"stopped at step {self.step}; resume {self.run.path} to go on")
         self.epoch += 1
 
@@ -206,8 +201,8 @@ class _Loop:
             self.timeline.means()
             return
         seconds = self.timeline.means()
-        self._record({"kind": "train", "step": self.step, "epoch": self.epoch, "loss": loss, "samples_per_s": rate,
-                      "wait_s": self._waited(), "seconds": seconds})
+        self.curves.record({"kind": "train", "step": self.step, "epoch": self.epoch, "loss": loss,
+                            "samples_per_s": rate, "wait_s": self._waited(), "seconds": seconds})
         if self.trainer.on_progress is not None:
             self.trainer.on_progress(Progress(self.step, total, self.epoch, self.recipe.epochs, loss, rate,
                                               self._waited(), dict(self.validation), seconds))
@@ -217,12 +212,6 @@ class _Loop:
         names = ("input",) if self.recipe.overlap else ("read", "exchange", "materialize")
         return sum(self.timeline.totals[name] for name in names)
 
-    def _trace(self) -> None:
-        """``timeline.json``: the last steps of all ranks."""
-        events = self.ranks.gather(self.timeline.events())
-        if self.chief:
-            write_trace(self.run.path / "timeline.json", [event for part in events for event in part])
-
     def _validate(self) -> bool:
         """Judge the model; keep it if it is the best so far, or if nothing judges it. True if patience is at its
         end."""
@@ -231,7 +220,7 @@ class _Loop:
             self.validation = dict(self.objective.validate(self.model))
         score = self.validation.get(self.objective.score)
         if score is not None:
-            self._record({"kind": "validation", "step": self.step, "epoch": self.epoch, **self.validation})
+            self.curves.record({"kind": "validation", "step": self.step, "epoch": self.epoch, **self.validation})
         if score is None or self.best is None or (score < self.best if self.objective.smaller else score > self.best):
             self.best, self.since_best = score, 0
             if self.chief:
@@ -240,16 +229,6 @@ class _Loop:
         else:
             self.since_best += 1
         return self.since_best >= self.recipe.patience
-
-    def _record(self, line: dict[str, Any]) -> None:
-        if self.writer is None:
-            return
-        with open(self.run.path / "metrics.jsonl", "a") as log:
-            log.write(json.dumps(line) + "\n")
-        figures = {name: value for name, value in line.items() if name not in ("kind", "step", "epoch")}
-        seconds = figures.pop("seconds", {})
-        for name, value in {**figures, **{f"seconds/{name}": value for name, value in seconds.items()}}.items():
-            self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
 
     def _save(self) -> None:
         if not self.chief:
@@ -270,13 +249,11 @@ class _Loop:
         self.step, self.epoch = state["step"], state["epoch"]
         self.best, self.since_best = state["best"], state["since_best"]
         self.validation, self.version, self.seconds = state["validation"], state["version"], state["seconds"]
-        # Lines written after the checkpoint belong to steps that are taken again.
-        kept = [line for line in self.run.metrics if line["step"] <= self.step]
-        if self.chief:
-            (self.run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.curves.forget_after(self.step)
 
 
-def _new_run(recipe: Recipe) -> Path:
+def new_run(recipe: Recipe) -> Path:
+    """A new folder ``OUT/NAME-TIME`` that holds the recipe."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     for attempt in range(1000):
         path = Path(recipe.out) / (f"{recipe.name}-{stamp}" + (f"-{attempt}" if attempt else ""))
@@ -289,7 +266,7 @@ def _new_run(recipe: Recipe) -> Path:
     raise FileExistsError(f"{recipe.out} is full of runs of {recipe.name} of this second")
 
 
-class _OnSigterm:
+class OnSigterm:
     """Within the block SIGTERM calls ``function`` (in the main thread only; elsewhere signals cannot be set)."""
 
     def __init__(self, function: Callable[[], None]) -> None:

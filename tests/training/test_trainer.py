@@ -216,6 +216,16 @@ def test_accumulated_batches_give_the_updates_of_larger_ones(store, tmp_path):
     assert [line["ne"] for line in validations(small)] == pytest.approx([v["ne"] for v in validations(whole)], rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["sequence_ranker", "isolated_wukong", "next_item"])
+def test_bfloat16_computes_in_fewer_bits_and_keeps_weights_in_float32(store, tmp_path, kind):
+    runs = [Trainer(recipe(store, tmp_path, kind, epochs=2, precision=precision)).fit()
+            for precision in ("float32", "bfloat16")]
+    assert losses(runs[1]) != losses(runs[0]) and losses(runs[1]) == pytest.approx(losses(runs[0]), rel=0.02)
+    for run in runs:
+        model = load_model(run.path).model
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_accumulation_cuts_by_tokens_and_resumes_in_the_middle(store, tmp_path):
     same = recipe(store, tmp_path, batch=4, accumulate_tokens=100, checkpoint_steps=3, epochs=2)
     objective = make_objective(same)
