@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated
 
 import typer
 
 from semel.cli import compact, demo, erase, evaluate, export, info, ingest, replay, report, serve, shadow, train
 from semel.cli.errors import Verbs
+
+# ``torchrun -m semel.cli.train``: that the package knows the module already is no news to anybody.
+warnings.filterwarnings("ignore", "'semel.cli.train' found in sys.modules", RuntimeWarning)
 
 app = typer.Typer(
     cls=Verbs,

@@ -126,6 +126,23 @@ class RequestLoader:
             made.close()  # ends its threads, also when the consumer stops early
         self.epoch, self._next = self.epoch + 1, 0
 
+    def upcoming(self) -> list[np.ndarray]:
+        """The global batches of the current epoch that are still to come, as indices of requests: what a trainer that
+        makes its own stages goes through, with ``costs``, ``read`` and ``took``."""
+        return self._batches()[self._next:]
+
+    def costs(self, index: np.ndarray) -> np.ndarray:
+        """History events + candidates of some requests, [len(index)] int64; no history is read."""
+        return self._tokens()[index]
+
+    def read(self, index: np.ndarray) -> RequestRows:
+        """Some of the requests, with their pointers. Any number of threads may ask."""
+        return self.rows.select(index)
+
+    def took(self) -> None:
+        """One of ``upcoming`` is done: ``state_dict`` is behind it."""
+        self._next += 1
+
     def set_epoch(self, epoch: int) -> None:
         """The next pass is epoch ``epoch`` (each pass moves on by one by itself). Keeps a loaded position in it."""
         if epoch != self.epoch:
@@ -157,7 +174,7 @@ class RequestLoader:
                 "batch_tokens": self.batch_tokens, "requests": len(self.rows), "fingerprint": self._fingerprint}
 
     def _read_ahead(self, index: np.ndarray) -> tuple[RequestRows, Histories]:
-        rows = self.rows.select(index)
+        rows = self.read(index)
         return rows, read_ahead(rows, self.store, self.features, projection=self.projection)
 
     def _make(self, read: tuple[RequestRows, Histories]) -> tuple[RequestBatch, ReadCounters]:

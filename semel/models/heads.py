@@ -38,7 +38,9 @@ class RankingHead(nn.Module):
 
 def ranking_loss(logits: Tensor, batch: RequestBatch, tasks: Sequence[Task]) -> Tensor:
     """Weighted sum over tasks of the mean loss over labelled candidates: binary cross-entropy, or squared error for a
-    regression. ``logits`` [C, tasks]; a candidate without a label of a task counts in nothing of that task."""
+    regression. ``logits`` [C, tasks]; a candidate without a label of a task counts in nothing of that task.
+    Logits of fewer bits are taken as float32."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = logits.new_zeros(())
     for column, task in enumerate(tasks):
         label, mask = batch.label[task.name], batch.label_mask[task.name]

@@ -24,9 +24,13 @@ def softmax_loss(query: Tensor, target_vector: Tensor, target: Tensor, negative_
     distinct item indices, shared by all positions; ``negative_log_q`` [N]: log of the expected number of times that
     each is among the negatives, subtracted from its logit (logQ correction, Bengio & Senecal 2008; Yi et al., RecSys
     2019, sec. 3), so that the expected loss is that of the full softmax. A negative that is the position's own target
-    is left out. Full softmax: all items as negatives with ``negative_log_q`` 0.
+    is left out. Full softmax: all items as negatives with ``negative_log_q`` 0. Vectors of fewer bits are compared as
+    float32: a loss is a difference of large sums.
     """
-    return _SoftmaxLoss.apply(query, target_vector, target, negative_vector, negative, negative_log_q, temperature)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query, target_vector, negative_vector = query.to(wide), target_vector.to(wide), negative_vector.to(wide)
+    with torch.autocast(query.device.type, enabled=False):
+        return _SoftmaxLoss.apply(query, target_vector, target, negative_vector, negative, negative_log_q, temperature)
 
 
 class _SoftmaxLoss(torch.autograd.Function):

@@ -7,17 +7,20 @@ _HOME = {
     "ExampleConfig": "recipe", "OptimizerConfig": "recipe", "Recipe": "recipe", "override": "recipe",
     "read_overrides": "recipe",
     "Interrupted": "trainer", "Progress": "trainer", "Trainer": "trainer", "with_paths": "trainer",
-    "Run": "run",
+    "Followed": "follow", "Follower": "follow", "Run": "run", "Ranks": "ranks", "parallelize": "parallel",
     "Evaluation": "evaluation", "evaluate": "evaluation",
 }
 
 __all__ = [
-    "Evaluation", "ExampleConfig", "Interrupted", "OptimizerConfig", "Progress", "Recipe", "Run", "Trainer", "evaluate",
-    "override", "read_overrides", "with_paths",
+    "Evaluation", "ExampleConfig", "Followed", "Follower", "Interrupted", "OptimizerConfig", "Progress", "Ranks",
+    "Recipe", "Run", "Trainer", "evaluate", "override", "parallelize", "read_overrides", "with_paths",
 ]
 
 if TYPE_CHECKING:
     from semel.training.evaluation import Evaluation, evaluate
+    from semel.training.follow import Followed, Follower
+    from semel.training.parallel import parallelize
+    from semel.training.ranks import Ranks
     from semel.training.recipe import ExampleConfig, OptimizerConfig, Recipe, override, read_overrides
     from semel.training.run import Run
     from semel.training.trainer import Interrupted, Progress, Trainer, with_paths

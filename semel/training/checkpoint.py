@@ -16,8 +16,9 @@ KEEP = 2
 
 
 def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-                    generators: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """``folder/step-N/``: ``tensors.safetensors`` (weights, optimizer moments, generator states) and ``state.json``."""
+                    others: dict[str, Tensor], state: dict[str, Any]) -> Path:
+    """``folder/step-N/``: ``tensors.safetensors`` (weights, optimizer moments, ``others``: generator
+    states, running sums) and ``state.json``."""
     from safetensors.torch import save_file
 
     tensors = {f"model.{name}": value.detach().contiguous() for name, value in model.state_dict().items()}
@@ -25,7 +26,7 @@ def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: 
     for index, moments in groups["state"].items():
         for name, value in moments.items():
             tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value).detach().contiguous()
-    tensors |= {f"generator.{name}": value for name, value in generators.items()}
+    tensors |= {f"generator.{name}": value for name, value in others.items()}
     final = folder / f"step-{step:09d}"
     part = folder / f".part-{os.getpid()}"
     shutil.rmtree(part, ignore_errors=True)
@@ -47,7 +48,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Restores weights and moments in place; returns the generator states and what ``state`` was saved."""
+    """Restores weights and moments in place; returns the ``others`` and what ``state`` was saved."""
     from safetensors.torch import load_file
 
     state = json.loads((path / "state.json").read_text())

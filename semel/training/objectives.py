@@ -5,7 +5,8 @@ An objective owns the data of a run. Both kinds offer the same few things, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,13 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semel.batch import JaggedTable, RequestBatch
-from semel.examples import RequestLoader, build_examples, history_tensors, leave_one_out, sequences_before
-from semel.features import Feature, FeatureSpec
+from semel.batch import JaggedTable, RequestBatch, RequestRows
+from semel.examples import (
+    RequestLoader,
+    build_examples,
+    history_tensors,
+    leave_one_out,
+    materialize,
+    sequences_before,
+)
+from semel.examples.materialization import read_ahead
+from semel.examples.shared_reads import Histories
+from semel.features import Feature, FeatureSpec, Task
 from semel.history import HistoryStore
 from semel.metrics import AUC, NormalizedEntropy, Ranking, ranks_of_targets
 from semel.models import Model, NextItem, make_model, ranking_loss
-from semel.training.pieces import cut_evenly
+from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
 from semel.training.sequences import SequenceLoader
 from semel.training.statistics import FeatureStatistics, request_statistics
@@ -27,18 +37,40 @@ from semel.training.warm_start import co_occurrence_embeddings
 
 
 class Loader(Protocol):
-    """Batches of one epoch after the other, resumable."""
-
-    wait_seconds: float
+    """Batches of one epoch after the other, resumable, the same on every rank."""
 
     def __len__(self) -> int: ...
-    def __iter__(self) -> Any: ...
+    def upcoming(self) -> list[np.ndarray]: ...
+    def costs(self, index: np.ndarray) -> np.ndarray: ...
+    def read(self, index: np.ndarray) -> Any: ...
+    def took(self) -> None: ...
     def set_epoch(self, epoch: int) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Objective(Protocol):
+class Computed(Protocol):
+    """How rows become a batch, and a batch a loss. ``rows`` are what ranks exchange, a ``batch`` is what the model is
+    given."""
+
+    def histories(self, rows: Any) -> Any:
+        """What rows point to, read; None where they hold it."""
+        ...
+    def materialize(self, rows: Any, histories: Any) -> Any: ...
+    def counts(self, data: Any) -> np.ndarray:
+        """float64 [K]: over how much the loss of rows or of a batch is a mean; sums over parts of a batch."""
+        ...
+    def costs(self, batch: Any) -> np.ndarray:
+        """[rows] int64: what each takes to compute, in events and candidates."""
+        ...
+    def loss(self, model: Any, part: Any, generator: torch.Generator, share: np.ndarray) -> Tensor:
+        """What a part adds to the loss of the whole, of whose ``counts`` it has this share [K]."""
+        ...
+    def samples(self, batch: Any) -> int: ...
+    def close(self) -> None: ...
+
+
+class Objective(Computed, Protocol):
     """``score``: the validation figure that early stopping watches; smaller is better if ``smaller``."""
 
     loader: Loader
@@ -46,23 +78,64 @@ class Objective(Protocol):
     smaller: bool
 
     def make_model(self) -> Model: ...
-    def loss(self, model: Any, batch: Any, generator: torch.Generator) -> Tensor: ...
-    def samples(self, batch: Any) -> int: ...
-    def split(self, batch: Any, pieces: int) -> list[tuple[Any, float]]: ...
     def validate(self, model: Any) -> Mapping[str, float]:
-        """Figures on the validation data, ``score`` among them; nothing if there are none."""
+        """Figures on the validation data, ``score`` among them, of all ranks together; nothing if there are none."""
         ...
-    def close(self) -> None: ...
 
 
-class RankingObjective:
+class RequestObjective:
+    """Request rows with labels, wherever they come from: what ranking from sessions and from exposures share.
+
+    ``judged``: the first binary task, ``column`` its place in a model's output."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        binary = [i for i, task in enumerate(recipe.features.tasks) if task.kind == "binary"]
+        if not binary:
+            raise ValueError(f"recipe {recipe.name!r} has no binary task to validate by")
+        self.column = binary[0]
+        self.judged = recipe.features.tasks[self.column].name
+        self.store, self.catalogue = open_stores(recipe.store)
+
+    def histories(self, rows: RequestRows) -> Histories:
+        return read_ahead(rows, self.store, self.recipe.features)
+
+    def materialize(self, rows: RequestRows, histories: Histories) -> RequestBatch:
+        return materialize(rows, self.store, self.catalogue, self.recipe.features, histories=histories)
+
+    def counts(self, data: RequestRows | RequestBatch) -> np.ndarray:
+        """Candidates, then the weight of the labels of each task."""
+        return label_counts(data, self.recipe.features.tasks)
+
+    def costs(self, batch: RequestBatch) -> np.ndarray:
+        candidates = batch.candidate_offsets[1:] - batch.candidate_offsets[:-1]
+        return (batch.request["history"].lengths + candidates).numpy()
+
+    def loss(self, model: Any, part: RequestBatch, generator: torch.Generator, share: np.ndarray) -> Tensor:
+        return shared_ranking_loss(model(part), part, self.recipe.features.tasks, share)
+
+    def samples(self, batch: RequestBatch) -> int:
+        return batch.candidates
+
+    def labelled(self, model: Any, batch: RequestBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Labels and logits of the judged task, of the candidates that have a label."""
+        mask = batch.label_mask[self.judged].numpy()
+        return batch.label[self.judged].numpy()[mask], model(batch)[:, self.column].float().numpy()[mask]
+
+    def close(self) -> None:
+        self.store.close()
+        if self.catalogue is not None:
+            self.catalogue.close()
+
+
+class RankingObjective(RequestObjective):
     """Sessions of the store, split by time; validated by NE and AUC of the first binary task."""
 
     score, smaller = "ne", True
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.store, self.catalogue = open_stores(recipe.store)
+    def __init__(self, recipe: Recipe, ranks: Ranks | None = None) -> None:
+        super().__init__(recipe)
+        self.ranks = ranks or Ranks()
         config = recipe.examples
         examples = build_examples(
             recipe.store, config.name, recipe.features, gap_us=round(config.gap_minutes * 60_000_000),
@@ -78,12 +151,7 @@ class RankingObjective:
         self.loader: Loader = RequestLoader(examples.paths["train"], self.store, batch_requests=recipe.batch,
                                             shuffle=config.shuffle, **common)
         self._validation = RequestLoader(examples.paths["validation"], self.store, batch_requests=256, shuffle=False,
-                                         **common)
-        binary = [task.name for task in recipe.features.tasks if task.kind == "binary"]
-        if not binary:
-            raise ValueError(f"recipe {recipe.name!r} has no binary task to validate by")
-        self._judged = binary[0]
-        self._column = [task.name for task in recipe.features.tasks].index(self._judged)
+                                         rank=self.ranks.rank, world_size=self.ranks.world_size, **common)
         self._first_pass = RequestLoader(examples.paths["train"], self.store, batch_requests=256, shuffle=False,
                                          **common)
 
@@ -95,32 +163,13 @@ class RankingObjective:
         _warm_start(model, self.recipe, history_tensors(before.histories, spec))
         return model
 
-    def loss(self, model: Any, batch: RequestBatch, generator: torch.Generator) -> Tensor:
-        return ranking_loss(model(batch), batch, self.recipe.features.tasks)
-
-    def samples(self, batch: RequestBatch) -> int:
-        return batch.candidates
-
-    def split(self, batch: RequestBatch, pieces: int) -> list[tuple[RequestBatch, float]]:
-        """Runs of requests that cost about the same, each with its share of the candidates."""
-        candidates = (batch.candidate_offsets[1:] - batch.candidate_offsets[:-1]).numpy()
-        runs = cut_evenly(batch.request["history"].lengths.numpy() + candidates, pieces)
-        return [(batch.slice(a, b), candidates[a:b].sum() / max(batch.candidates, 1)) for a, b in runs]
-
     def validate(self, model: Any) -> dict[str, float]:
         ne, auc = NormalizedEntropy(), AUC()
         for batch in self._validation:
-            mask = batch.label_mask[self._judged].numpy()
-            logits = model(batch)[:, self._column].float().numpy()[mask]
-            label = batch.label[self._judged].numpy()[mask]
+            label, logits = self.labelled(model, batch)
             ne.update_logits(label, logits)
             auc.update_logits(label, logits)
-        return {"ne": ne.ne, "auc": auc.value}
-
-    def close(self) -> None:
-        self.store.close()
-        if self.catalogue is not None:
-            self.catalogue.close()
+        return {"ne": self.ranks.sum_metric(ne).ne, "auc": self.ranks.sum_metric(auc).value}
 
 
 class NextItemObjective:
@@ -130,8 +179,8 @@ class NextItemObjective:
     score, smaller = "ndcg@10", False
     _USERS = 256
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, ranks: Ranks | None = None) -> None:
+        self.recipe, self.ranks = recipe, ranks or Ranks()
         self.store, self.catalogue = open_stores(recipe.store)
         columns = [feature.name for feature in recipe.features.history]
         validate = recipe.examples.validate
@@ -161,17 +210,24 @@ class NextItemObjective:
         _warm_start(model, self.recipe, self._train)
         return model
 
-    def loss(self, model: Any, batch: JaggedTable, generator: torch.Generator) -> Tensor:
-        return model.loss(batch, generator)
+    def histories(self, rows: JaggedTable) -> None:
+        return None
+
+    def materialize(self, rows: JaggedTable, histories: None) -> JaggedTable:
+        return rows
+
+    def counts(self, data: JaggedTable) -> np.ndarray:
+        """Predictions: all events but the first of each history."""
+        return np.array([(data.lengths - 1).clamp(min=0).sum()], np.float64)
+
+    def costs(self, batch: JaggedTable) -> np.ndarray:
+        return batch.lengths.numpy()
+
+    def loss(self, model: Any, part: JaggedTable, generator: torch.Generator, share: np.ndarray) -> Tensor:
+        return model.loss(part, generator) * float(share[0])
 
     def samples(self, batch: JaggedTable) -> int:
         return len(batch.columns["event_time"])
-
-    def split(self, batch: JaggedTable, pieces: int) -> list[tuple[JaggedTable, float]]:
-        """Runs of histories that cost about the same, each with its share of the predictions."""
-        predictions = (batch.lengths - 1).clamp(min=0).numpy()
-        return [(batch.slice(a, b), predictions[a:b].sum() / max(predictions.sum(), 1))
-                for a, b in cut_evenly(batch.lengths.numpy(), pieces)]
 
     def validate(self, model: Any) -> dict[str, float]:
         if self._before is None:
@@ -179,7 +235,8 @@ class NextItemObjective:
         ranking = Ranking(ks=(10, 50))
         vocabulary = model.tables.encoders[self.recipe.features.item]
         loader = SequenceLoader(self._before, batch=self._USERS, last=self.recipe.features.history_last, shuffle=False)
-        for start in range(0, len(self._before), self._USERS):
+        for start in range(self.ranks.rank * self._USERS, len(self._before),
+                           self.ranks.world_size * self._USERS):
             users = np.arange(start, min(start + self._USERS, len(self._before)))
             index = vocabulary(self._target[start : start + self._USERS])
             known = index > 0
@@ -190,12 +247,31 @@ class NextItemObjective:
             # A target that training never saw cannot be ranked: it counts as a miss, not as a smaller test.
             missed = np.full(int((~known).sum()), scores.shape[1])
             ranking.update(np.concatenate([ranks, missed]))
+        ranking = self.ranks.sum_metric(ranking)
         return {name: float(value) for name, value in ranking.to_json().items() if isinstance(value, float)}
 
     def close(self) -> None:
         self.store.close()
         if self.catalogue is not None:
             self.catalogue.close()
+
+
+def label_counts(data: RequestRows | RequestBatch, tasks: Sequence[Task]) -> np.ndarray:
+    """float64 [1 + tasks]: candidates, then the weight of the labels of each task."""
+    found = [float(len(data.candidates.values) if isinstance(data, RequestRows) else data.candidates)]
+    for task in tasks:
+        mask = data.label_mask.get(task.name)
+        weight = None if mask is None else mask if data.weight is None else mask * data.weight
+        found.append(0.0 if weight is None else float(weight.sum()))
+    return np.array(found)
+
+
+def shared_ranking_loss(logits: Tensor, part: RequestBatch, tasks: Sequence[Task], share: np.ndarray) -> Tensor:
+    """What a part adds to ``ranking_loss`` of the whole batch: each task's mean counts by the part's share of the
+    task's labels. ``share`` [1 + tasks], of ``label_counts``."""
+    scaled = [replace(task, weight=task.weight * float(own / share[0] if share[0] else 0.0))
+              for task, own in zip(tasks, share[1:], strict=True)]
+    return ranking_loss(logits, part, scaled) * float(share[0])
 
 
 def _warm_start(model: Model, recipe: Recipe, histories: JaggedTable) -> None:
@@ -215,5 +291,6 @@ def open_stores(store: str) -> tuple[HistoryStore, HistoryStore | None]:
     return HistoryStore.open(store), HistoryStore.open(str(folder)) if folder.exists() else None
 
 
-def make_objective(recipe: Recipe) -> Objective:
-    return NextItemObjective(recipe) if recipe.model.objective == "next_item" else RankingObjective(recipe)
+def make_objective(recipe: Recipe, ranks: Ranks | None = None) -> Objective:
+    kind = NextItemObjective if recipe.model.objective == "next_item" else RankingObjective
+    return kind(recipe, ranks)

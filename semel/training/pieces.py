@@ -8,7 +8,7 @@ and the step, never by the machine: more threads give the same bits sooner.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import Any
 
@@ -50,29 +50,37 @@ class Workers:
             self._pool.shutdown()
         torch.set_num_threads(self._threads)
 
-    def gradients(self, parameters: Sequence[Tensor], pieces: Sequence[tuple[Any, float]], step: int,
-                  loss: Callable[[Any, torch.Generator], Tensor]) -> Tensor:
-        """Sets each parameter's gradient to that of ``sum_i share_i loss(piece_i)``; returns that sum.
+    def losses(self, pieces: Sequence[tuple[int, Any]], step: int, loss: Callable[[Any, torch.Generator], Tensor]
+               ) -> list[Tensor]:
+        """``loss`` of each numbered piece, with a generator that the step and the number decide. Raises what ``loss``
+        raises, once all pieces are done."""
+        return self._all(_loss, [(piece, _generator(self.seed, step, number), loss) for number, piece in pieces])
 
-        Raises what ``loss`` raises, once all pieces are done.
-        """
-        tasks = [(parameters, piece, share, _generator(self.seed, step, i), loss)
-                 for i, (piece, share) in enumerate(pieces)]
+    def gradients(self, parameters: Sequence[Tensor], losses: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradient of the sum of ``losses``, for each parameter; None where none of them depends on it."""
+        found = self._all(_gradients, [(parameters, loss) for loss in losses])
+        return [_sum([gradients[i] for gradients in found]) for i in range(len(parameters))]
+
+    def _all(self, function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
         if self._pool is None:
-            results = [_gradients(*task) for task in tasks]
-        else:
-            waiting = [self._pool.submit(_gradients, *task) for task in tasks]
-            results = [future.result() for future in waiting]
-        for i, parameter in enumerate(parameters):
-            parameter.grad = _sum([gradients[i] for _, gradients in results])
-        return torch.stack([part for part, _ in results]).sum()
+            return [function(*call) for call in calls]
+        waiting = [self._pool.submit(function, *call) for call in calls]
+        wait(waiting)
+        return [future.result() for future in waiting]
 
 
-def _gradients(parameters: Sequence[Tensor], piece: Any, share: float, source: torch.Generator,
-               loss: Callable[[Any, torch.Generator], Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def _loss(piece: Any, source: torch.Generator, loss: Callable[[Any, torch.Generator], Tensor]) -> Tensor:
     with drawing_from(source):
-        part = loss(piece, source) * share
-    return part.detach(), torch.autograd.grad(part, parameters, allow_unused=True)
+        return loss(piece, source)
+
+
+def _gradients(parameters: Sequence[Tensor], loss: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def add(total: list[Tensor | None] | None, more: list[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of two parts of a batch, summed in place."""
+    return more if total is None else [_sum([a, b]) for a, b in zip(total, more, strict=True)]
 
 
 def _sum(gradients: list[Tensor | None]) -> Tensor | None:

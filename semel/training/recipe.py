@@ -49,14 +49,15 @@ class ExampleConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up over ``warmup_steps``, then constant or falling linearly to zero at the last step."""
+    """AdamW with a linear warm-up over ``warmup_steps``, then constant, or falling to zero at the last step: linearly,
+    or as half a cosine."""
 
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.98
     warmup_steps: int = 100
-    schedule: Literal["constant", "linear"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     clip_norm: float = 5.0
 
     def __post_init__(self) -> None:
@@ -73,8 +74,12 @@ class Recipe:
     """``batch``: requests of a step (ranking) or users of a step (next item). ``patience``: stop after so many
     validations without a better one, and keep the best weights. ``validate_every``: epochs between validations.
     ``checkpoint_steps``: steps between checkpoints beside the one at the end of each epoch. ``pieces``: parts of a
-    batch that are computed side by side, as many at a time as there are threads; the loss is the mean over their
-    samples."""
+    batch that are computed side by side, as many at a time as there are threads, and shared out over ranks; the loss is
+    the mean over their samples. ``accumulate_tokens``: an update is made of successive batches while they keep history
+    events + candidates within so many (None: of one batch). ``precision``: in which numbers the model computes;
+    weights, gradients and losses are float32. ``overlap``: prepare the next batches while one computes (the losses are
+    the same). ``balance``: how ranks exchange requests so that none waits for the longest histories
+    (``semel.training.balance``)."""
 
     name: str
     features: FeatureSpec = FeatureSpec()
@@ -88,12 +93,18 @@ class Recipe:
     patience: int = 3
     validate_every: int = 1
     checkpoint_steps: int = 1000
+    accumulate_tokens: int | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
+    overlap: bool = True
+    balance: Literal["none", "equal_count", "equal_cost", "zigzag", "segments"] = "none"
     store: str = "./store"
     out: str = "./runs"
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch", "pieces", "patience", "validate_every", "checkpoint_steps"):
-            if getattr(self, name) < 1:
+        for name in ("epochs", "batch", "pieces", "patience", "validate_every", "checkpoint_steps",
+                     "accumulate_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ValueError(f"recipe {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
 
     def to_json(self) -> dict[str, Any]:

@@ -22,29 +22,49 @@ class SequenceLoader:
         self.histories, self.batch, self.last, self.shuffle, self.seed = histories, batch, last, shuffle, seed
         self.earlier, self.epochs = earlier, epochs
         self.epoch = 0
-        self.wait_seconds = 0.0
         self._next = 0
+        self._plan: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return -(-len(self.histories) // self.batch)
 
     def __iter__(self) -> Iterator[JaggedTable]:
-        order = np.arange(len(self.histories))
-        generator = np.random.default_rng([self.seed, self.epoch])
-        if self.shuffle:
-            order = generator.permutation(order)
-        left_out = self._left_out(generator)
-        for step in range(self._next, len(self)):
-            self._next = step + 1
-            users = order[step * self.batch : (step + 1) * self.batch]
-            yield last_events(self.histories, users, self.last, left_out)
+        for users in self.upcoming():
+            self.took()
+            yield self.read(users)
         self.epoch, self._next = self.epoch + 1, 0
 
-    def _left_out(self, generator: np.random.Generator) -> np.ndarray | None:
-        """[users] how many of the latest events to leave out in this epoch."""
+    def upcoming(self) -> list[np.ndarray]:
+        """The batches of the current epoch that are still to come, as indices of users."""
+        order = self._order()[0]
+        return [order[step * self.batch : (step + 1) * self.batch] for step in range(self._next, len(self))]
+
+    def costs(self, users: np.ndarray) -> np.ndarray:
+        """[len(users)] int64: how many events each gives in this epoch."""
+        return np.minimum(self.histories.lengths.numpy()[users] - self._order()[1][users], self.last)
+
+    def read(self, users: np.ndarray) -> JaggedTable:
+        """The events that some users give in this epoch."""
+        return last_events(self.histories, users, self.last, self._order()[1])
+
+    def took(self) -> None:
+        """One of ``upcoming`` is done: ``state_dict`` is behind it."""
+        self._next += 1
+
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        """[users] in which order they come in this epoch, and [users] how many of the latest events each leaves out."""
+        if self._plan is None or self._plan[0] != self.epoch:
+            generator = np.random.default_rng([self.seed, self.epoch])
+            order = np.arange(len(self.histories))
+            if self.shuffle:
+                order = generator.permutation(order)
+            self._plan = self.epoch, order, self._left_out(generator)
+        return self._plan[1:]
+
+    def _left_out(self, generator: np.random.Generator) -> np.ndarray:
         chance = self.earlier * max(0.0, 1.0 - self.epoch / self.epochs)
         if not chance:
-            return None
+            return np.zeros(len(self.histories), np.int64)
         more = (self.histories.lengths.numpy() - self.last).clip(min=0)
         return generator.integers(0, more, endpoint=True) * (generator.random(len(more)) < chance)
 

@@ -1,4 +1,4 @@
-"""The trainer: one plain loop over an objective's batches, with curves, checkpoints and early stopping."""
+"""The trainer: a loop over an objective's batches, with curves, checkpoints and early stopping."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,28 @@ import torch
 from torch import Tensor
 
 from semel.models import save_model
+from semel.training import loops
 from semel.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from semel.training.curves import Curves
 from semel.training.objectives import Objective, make_objective
 from semel.training.pieces import Workers
-from semel.training.recipe import OptimizerConfig, Recipe
+from semel.training.ranks import Ranks
+from semel.training.recipe import Recipe
 from semel.training.run import Run
+from semel.training.stages import Exchange, StepStages, Work, updates, works
+from semel.training.timeline import Timeline
 
 LOG_EVERY = 20
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Told to ``Trainer(on_progress=...)`` every LOG_EVERY steps and at the end of an epoch.
+    """Told to ``Trainer(on_progress=...)`` every LOG_EVERY steps and at the end of an epoch, on rank 0.
 
-    ``step`` of ``steps``, ``epoch`` of ``epochs`` (from 0);
+    ``step`` of about ``steps``, ``epoch`` of ``epochs`` (from 0);
     ``samples_per_s``: labelled candidates (ranking) or events (next item) since the last report; ``wait_s``: time the
-    loop has waited for data so far; ``validation``: the latest figures, empty before the first."""
+    loop has waited for data so far; ``validation``: the latest figures, empty before the first; ``seconds``: a step's
+    since the last report, by stage and bubble (``semel.training.timeline``)."""
 
     step: int
     steps: int
@@ -41,6 +48,7 @@ class Progress:
     samples_per_s: float
     wait_s: float
     validation: dict[str, float]
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Interrupted(RuntimeError):
@@ -48,9 +56,11 @@ class Interrupted(RuntimeError):
 
 
 class Trainer:
-    """``Trainer(recipe).fit() -> Run``. The same recipe, data and number of threads give the same losses.
+    """``Trainer(recipe).fit() -> Run``. The same recipe and data give the same losses, however many threads there are,
+    and ranks up to the order in which floats are summed.
 
-    ``on_progress`` is called now and then with a ``Progress``, in the training thread.
+    Where torch.distributed is initialized, all its ranks call ``fit``, and rank 0 writes the run's folder, which all of
+    them see. ``on_progress`` is called now and then with a ``Progress``, in the training thread.
     """
 
     def __init__(self, recipe: Recipe, on_progress: Callable[[Progress], None] | None = None) -> None:
@@ -59,7 +69,8 @@ class Trainer:
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """Save after the current step and leave ``fit`` with ``Interrupted``. Safe from a signal handler or thread."""
+        """Save after the current step and leave ``fit`` with ``Interrupted``, on all ranks. Safe from a signal handler
+        or thread."""
         self._stop.set()
 
     def fit(self, resume: str | Path | None = None) -> Run:
@@ -67,26 +78,27 @@ class Trainer:
 
         A resumed run goes through the same losses as one that was never interrupted. Raises FileNotFoundError or
         ValueError for missing or unfit data, ``FloatingPointError`` for a loss that is not finite (naming the step and
-        its requests), ``Interrupted`` after ``stop`` or SIGTERM.
+        its requests), ``Interrupted`` after ``stop`` or SIGTERM, ``PeerLost`` where another rank has ended.
         """
         recipe = self.recipe
         self._stop.clear()
         if resume is not None:
             run = Run.open(resume)
             different = [name for name, value in run.recipe.to_json().items()
-                         if name not in ("out", "epochs", "store") and value != recipe.to_json()[name]]
+                         if name not in ("out", "epochs", "store", "overlap") and value != recipe.to_json()[name]]
             if different:
                 raise ValueError(f"{resume} was trained with another {different[0]!r}; resume it with its own recipe")
-        with torch.random.fork_rng(devices=[]):
+        if recipe.balance != "none":
+            raise ValueError(f"balance={recipe.balance!r}: this version cannot exchange requests yet; set 'none'")
+        ranks = Ranks()
+        with torch.random.fork_rng(devices=[]), OnSigterm(self.stop):
             torch.manual_seed(recipe.seed)
-            objective = make_objective(recipe)
+            objective = ranks.in_turn(lambda: make_objective(recipe, ranks))
             try:
                 model = objective.make_model()
                 if resume is None:
-                    run = Run(_new_folder(recipe), recipe)
-                    (run.path / "recipe.json").write_text(json.dumps(recipe.to_json(), indent=1))
-                with _OnSigterm(self.stop):
-                    _Loop(self, run, objective, model).go(resume is not None)
+                    run = Run(Path(ranks.first(lambda: str(new_run(recipe)))), recipe)
+                _Loop(self, run, objective, model, ranks).go(resume is not None)
             finally:
                 objective.close()
         return run
@@ -95,12 +107,14 @@ class Trainer:
 class _Loop:
     """The state of one ``fit``."""
 
-    def __init__(self, trainer: Trainer, run: Run, objective: Objective, model: Any) -> None:
+    def __init__(self, trainer: Trainer, run: Run, objective: Objective, model: Any, ranks: Ranks,
+                 exchange: Exchange | None = None) -> None:
         self.trainer, self.recipe, self.run, self.objective, self.model = trainer, trainer.recipe, run, objective, model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.ranks, self.exchange = ranks, exchange
         config = self.recipe.optimizer
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate,
                                            betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
+        self.timeline = Timeline(ranks.rank)
         self.step = 0
         self.epoch = 0
         self.best: float | None = None
@@ -109,77 +123,94 @@ class _Loop:
         self.version = ""
         self.seconds = 0.0
 
-    def go(self, resume: bool) -> None:
-        if resume:
-            self._restore()
-        from torch.utils.tensorboard import SummaryWriter
+    @property
+    def chief(self) -> bool:
+        """Whether this rank is the one that writes."""
+        return self.ranks.rank == 0
 
-        writer = SummaryWriter(str(self.run.path / "tensorboard"))
-        with open(self.run.path / "metrics.jsonl", "a") as self.log:
-            self.writer = writer
-            try:
-                stopped_early = self.since_best >= self.recipe.patience
-                while self.epoch < self.recipe.epochs and not stopped_early:
-                    self._train_epoch()
-                    last = self.epoch == self.recipe.epochs
-                    if self.epoch % self.recipe.validate_every == 0 or last:
-                        stopped_early = self._validate()
-                    self._save()
-            finally:
-                writer.close()
-        (self.run.path / "run.json").write_text(json.dumps({
-            "model_version": self.version, "epochs": self.epoch, "steps": self.step, "seconds": self.seconds,
-            "stopped_early": stopped_early, "best": {self.objective.score: self.best},
-            "wait_seconds": self.objective.loader.wait_seconds, "threads": torch.get_num_threads(),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-        }, indent=1))
+    def go(self, resume: bool) -> None:
+        with Curves(self.run, self.ranks) as self.curves:
+            if resume:
+                self._restore()
+            stopped_early = self.since_best >= self.recipe.patience
+            while self.epoch < self.recipe.epochs and not stopped_early:
+                self._train_epoch()
+                last = self.epoch == self.recipe.epochs
+                if self.epoch % self.recipe.validate_every == 0 or last:
+                    stopped_early = self._validate()
+                self._save()
+                self.curves.trace(self.timeline)
+        if self.chief:
+            (self.run.path / "run.json").write_text(json.dumps({
+                "model_version": self.version, "epochs": self.epoch, "steps": self.step, "seconds": self.seconds,
+                "stopped_early": stopped_early, "best": {self.objective.score: self.best},
+                "wait_seconds": self._waited(), "threads": torch.get_num_threads(), "ranks": self.ranks.world_size,
+                "parameters": sum(p.numel() for p in self.model.parameters()),
+            }, indent=1))
 
     def _train_epoch(self) -> None:
         loader, recipe = self.objective.loader, self.recipe
         loader.set_epoch(self.epoch)
-        self.model.train()
-        steps = len(loader)
-        total = steps * recipe.epochs
+        before = self.epoch * len(loader) + len(loader) - len(loader.upcoming())
+        span = before, len(loader) * recipe.epochs
+        ends = self.step + len(updates(loader, recipe.accumulate_tokens, *span))
+        total = ends + (recipe.epochs - self.epoch - 1) * max(ends - self.step, 1)
         window: list[Tensor] = []
         samples, since = 0, time.perf_counter()
-        with Workers(recipe.pieces, recipe.seed) as workers:
-            for batch in loader:
-                window.append(self._step(workers, batch, total))
-                samples += self.objective.samples(batch)
-                if self.step % LOG_EVERY == 0 or self.step % steps == 0:
+        with Workers(-(-recipe.pieces // self.ranks.world_size), recipe.seed) as workers:
+            step = StepStages(recipe, self.objective, self.model, self.optimizer, workers, self.ranks, self.timeline,
+                              self.trainer._stop.is_set, self.exchange)
+            step.step = self.step
+
+            def metrics(work: Work) -> None:
+                nonlocal window, samples, since
+                samples += self.objective.samples(work.batch)
+                if not work.last:
+                    return
+                self.step = step.step
+                assert work.update.loss is not None
+                window.append(work.update.loss)
+                self.timeline.end_step()
+                if self.step % LOG_EVERY == 0 or self.step == ends:
                     now = time.perf_counter()
-                    mean = float(torch.stack(window).mean())
-                    rate = samples / (now - since)
+                    rate = float(self.ranks.sum([samples])[0]) / (now - since)
                     self.seconds += now - since
-                    self._record({"kind": "train", "step": self.step, "epoch": self.epoch, "loss": mean,
-                                  "samples_per_s": rate, "wait_s": loader.wait_seconds})
-                    if self.trainer.on_progress is not None:
-                        self.trainer.on_progress(Progress(self.step, total, self.epoch, recipe.epochs, mean, rate,
-                                                          loader.wait_seconds, dict(self.validation)))
+                    self._report(float(torch.stack(window).mean()), rate, total)
                     window, samples, since = [], 0, now
-                if self.trainer._stop.is_set() or self.step % recipe.checkpoint_steps == 0:
-                    self._save()
-                if self.trainer._stop.is_set():
-                    raise Interrupted(f"stopped at step {self.step}; resume {self.run.path} to go on")
+
+            loop = loops.overlapped if recipe.overlap else loops.plain
+            stages = [*step.stages(), loops.Stage("metrics", metrics)]
+            with closing(loop(stages, works(loader, recipe.accumulate_tokens, *span), self.timeline)) as done:
+                for work in done:
+                    if not work.last:
+                        continue
+                    for _ in work.update.batches:
+                        loader.took()
+                    stop = step.stopping
+                    if self.step == ends or self.ranks.world_size == 1:  # not only at the next update
+                        stop = self.ranks.any(self.trainer._stop.is_set())
+                    if stop or self.step % recipe.checkpoint_steps == 0:
+                        self._save()
+                    if stop:
+                        self.curves.trace(self.timeline)
+                        raise Interrupted(f"stopped at step {self.step}; resume {self.run.path} to go on")
         self.epoch += 1
 
-    def _step(self, workers: Workers, batch: Any, total: int) -> Tensor:
-        config = self.recipe.optimizer
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * rate_at(config, self.step, total)
-        pieces = self.objective.split(batch, self.recipe.pieces)
-        loss = workers.gradients(self.parameters, pieces, self.step,
-                                 lambda piece, source: self.objective.loss(self.model, piece, source))
-        if not torch.isfinite(loss):
-            requests = getattr(batch, "request_id", None)
-            some = "" if requests is None else f"; its requests: {', '.join(map(str, requests[:5]))} ..."
-            raise FloatingPointError(f"the loss is {float(loss)} at step {self.step}{some}; lower "
-                                     f"optimizer.learning_rate or look at these requests' features")
-        if config.clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.parameters, config.clip_norm)
-        self.optimizer.step()
-        self.step += 1
-        return loss
+    def _report(self, loss: float, rate: float, total: int) -> None:
+        if not self.chief:
+            self.timeline.means()
+            return
+        seconds = self.timeline.means()
+        self.curves.record({"kind": "train", "step": self.step, "epoch": self.epoch, "loss": loss,
+                            "samples_per_s": rate, "wait_s": self._waited(), "seconds": seconds})
+        if self.trainer.on_progress is not None:
+            self.trainer.on_progress(Progress(self.step, total, self.epoch, self.recipe.epochs, loss, rate,
+                                              self._waited(), dict(self.validation), seconds))
+
+    def _waited(self) -> float:
+        """Seconds without a batch to compute: for the threads that prepare them, or preparing them in this one."""
+        names = ("input",) if self.recipe.overlap else ("read", "exchange", "materialize")
+        return sum(self.timeline.totals[name] for name in names)
 
     def _validate(self) -> bool:
         """Judge the model; keep it if it is the best so far, or if nothing judges it. True if patience is at its
@@ -189,23 +220,19 @@ class _Loop:
             self.validation = dict(self.objective.validate(self.model))
         score = self.validation.get(self.objective.score)
         if score is not None:
-            self._record({"kind": "validation", "step": self.step, "epoch": self.epoch, **self.validation})
+            self.curves.record({"kind": "validation", "step": self.step, "epoch": self.epoch, **self.validation})
         if score is None or self.best is None or (score < self.best if self.objective.smaller else score > self.best):
             self.best, self.since_best = score, 0
-            self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
-                                      self.recipe.name)
+            if self.chief:
+                self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
+                                          self.recipe.name)
         else:
             self.since_best += 1
         return self.since_best >= self.recipe.patience
 
-    def _record(self, line: dict[str, Any]) -> None:
-        self.log.write(json.dumps(line) + "\n")
-        self.log.flush()
-        for name, value in line.items():
-            if name not in ("kind", "step", "epoch"):
-                self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
-
     def _save(self) -> None:
+        if not self.chief:
+            return
         generators = {"torch": torch.get_rng_state()}
         state = {"epoch": self.epoch, "loader": self.objective.loader.state_dict(), "best": self.best,
                  "since_best": self.since_best, "validation": self.validation, "version": self.version,
@@ -222,32 +249,24 @@ class _Loop:
         self.step, self.epoch = state["step"], state["epoch"]
         self.best, self.since_best = state["best"], state["since_best"]
         self.validation, self.version, self.seconds = state["validation"], state["version"], state["seconds"]
-        # Lines written after the checkpoint belong to steps that are taken again.
-        kept = [line for line in self.run.metrics if line["step"] <= self.step]
-        (self.run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.curves.forget_after(self.step)
 
 
-def rate_at(config: OptimizerConfig, step: int, total: int) -> float:
-    """The share of the learning rate at a step (from 0) of ``total``: warm-up, then constant or linear to zero."""
-    warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    if config.schedule == "linear":
-        return warm * max(0.0, 1.0 - step / max(total, 1))
-    return warm
-
-
-def _new_folder(recipe: Recipe) -> Path:
+def new_run(recipe: Recipe) -> Path:
+    """A new folder ``OUT/NAME-TIME`` that holds the recipe."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     for attempt in range(1000):
         path = Path(recipe.out) / (f"{recipe.name}-{stamp}" + (f"-{attempt}" if attempt else ""))
         try:
             path.mkdir(parents=True)
-            return path
         except FileExistsError:
             continue
+        (path / "recipe.json").write_text(json.dumps(recipe.to_json(), indent=1))
+        return path
     raise FileExistsError(f"{recipe.out} is full of runs of {recipe.name} of this second")
 
 
-class _OnSigterm:
+class OnSigterm:
     """Within the block SIGTERM calls ``function`` (in the main thread only; elsewhere signals cannot be set)."""
 
     def __init__(self, function: Callable[[], None]) -> None:

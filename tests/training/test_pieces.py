@@ -33,12 +33,13 @@ def gradients(threads, pieces, dropout=0.0, seed=0):
     torch.set_num_threads(threads)
     try:
         with Workers(pieces, seed) as workers:
-            loss = workers.gradients(list(model.parameters()), parts, 7,
-                                     lambda piece, _: ((model(piece[0]) - piece[1]) ** 2).mean())
+            losses = workers.losses([*enumerate(parts)], 7,
+                                    lambda part, _: ((model(part[0][0]) - part[0][1]) ** 2).mean() * part[1])
+            found = workers.gradients(list(model.parameters()), losses)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-    return [loss, *(p.grad for p in model.parameters())]
+    return [sum(loss.detach() for loss in losses), *found]
 
 
 def test_the_pieces_add_up_to_the_whole():
@@ -63,11 +64,22 @@ def test_an_error_in_a_piece_is_raised():
         return weight.sum()
 
     with Workers(2, 0) as workers, pytest.raises(ValueError, match="piece 1 is bad"):
-        workers.gradients([weight], [(0, 0.5), (1, 0.5)], 0, loss)
+        workers.losses([(0, 0), (1, 1)], 0, loss)
 
 
 def test_an_unused_parameter_has_no_gradient():
     used, unused = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     with Workers(2, 0) as workers:
-        workers.gradients([used, unused], [(2.0, 0.5), (4.0, 0.5)], 0, lambda piece, _: (used * piece).sum())
-    assert used.grad is not None and float(used.grad) == 3.0 and unused.grad is None
+        losses = workers.losses([(0, 1.0), (1, 2.0)], 0, lambda piece, _: (used * piece).sum())
+        first, second = workers.gradients([used, unused], losses)
+    assert first is not None and float(first) == 3.0 and second is None
+
+
+def test_a_pieces_random_numbers_follow_from_the_step_and_its_number_alone():
+    def draws(step, pieces):
+        with Workers(len(pieces), 3) as workers:
+            return workers.losses([(i, i) for i in pieces], step, lambda _, source: torch.rand(4, generator=source))
+
+    both, second = draws(5, [0, 1]), draws(5, [1])
+    assert torch.equal(both[1], second[0])  # as on a rank that has the second piece only
+    assert not torch.equal(both[0], both[1]) and not torch.equal(second[0], draws(6, [1])[0])

@@ -28,7 +28,7 @@ def test_overrides_reach_nested_fields_and_parse_text():
     ("epochs", True, "epochs must be int"),
     ("epochs", 0, "at least 1"),
     ("model.kind", "gpt", "must be one of"),
-    ("optimizer.schedule", "cosine", "must be one of"),
+    ("optimizer.schedule", "stairs", "must be one of"),
     ("model.encoder.time", "perhaps", "must be bool"),
     ("features", "x", "must be a table"),
 ])

@@ -16,8 +16,11 @@ import torch
 from semel import EventSchema, HistoryStore
 from semel.features import Feature, FeatureSpec, Task
 from semel.models import EncoderConfig, ModelConfig, load_model
-from semel.training import ExampleConfig, Interrupted, Recipe, Run, Trainer, evaluate
+from semel.training import ExampleConfig, Interrupted, Recipe, Run, Trainer, evaluate, override
 from semel.training.objectives import make_objective
+from semel.training.recipe import OptimizerConfig
+from semel.training.schedule import rate_at
+from semel.training.stages import updates
 
 HOUR = 3_600_000_000
 
@@ -45,6 +48,12 @@ def recipe(store, out, kind="sequence_ranker", **changes):
     base = Recipe("tiny", features, model, ExampleConfig(validation_fraction=0.2), epochs=3, batch=8, store=store,
                   out=str(out))
     return dataclasses.replace(base, **changes)
+
+
+def without_draws(recipe):
+    """The recipe with nothing random in a step."""
+    return override(recipe, {f"model.{name}": 0.0 for name in ("dropout", "embedding_dropout", "unknown_rate",
+                                                               "encoder.dropout")})
 
 
 def losses(run):
@@ -177,3 +186,68 @@ def test_sigterm_saves_and_a_resumed_run_finishes(store, tmp_path):
     assert list((folder / "checkpoints").iterdir())
     shorter = dataclasses.replace(interrupted.recipe, epochs=max(1, interrupted.metrics[-1]["epoch"] + 1))
     assert Trainer(shorter).fit(resume=folder).summary["epochs"] == shorter.epochs
+
+
+@pytest.mark.parametrize("kind", ["sequence_ranker", "next_item"])
+def test_the_plain_loop_gives_the_losses_of_the_overlapped_one(store, tmp_path, kind):
+    runs = [Trainer(recipe(store, tmp_path, kind, overlap=overlap)).fit() for overlap in (True, False)]
+    assert losses(runs[0]) == losses(runs[1])
+    assert load_model(runs[0].path).version == load_model(runs[1].path).version
+
+
+def test_a_run_says_where_its_time_went(store, tmp_path):
+    seen = []
+    run = Trainer(recipe(store, tmp_path, epochs=1), on_progress=seen.append).fit()
+    line = next(line for line in run.metrics if line["kind"] == "train")
+    stages = {"read", "materialize", "forward", "backward", "update", "metrics"}
+    assert stages < set(line["seconds"]) and seen[0].seconds == line["seconds"]
+    assert 0 < sum(line["seconds"][name] for name in ("forward", "backward", "update")) <= line["seconds"]["step"]
+    events = json.loads((run.path / "timeline.json").read_text())["traceEvents"]
+    assert stages <= {event["name"] for event in events if event["ph"] == "X"}
+
+
+def test_accumulated_batches_give_the_updates_of_larger_ones(store, tmp_path):
+    """Sums of parts are the sums of the whole: batches of 4, all of them one update, against one large batch."""
+    still = without_draws(recipe(store, tmp_path, epochs=2))
+    small = Trainer(dataclasses.replace(still, batch=4, pieces=1, accumulate_tokens=10**9)).fit()
+    whole = Trainer(dataclasses.replace(still, batch=10**6)).fit()
+    assert small.summary["steps"] == whole.summary["steps"] == 2
+    assert losses(small) == pytest.approx(losses(whole), rel=1e-5)
+    assert [line["ne"] for line in validations(small)] == pytest.approx([v["ne"] for v in validations(whole)], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sequence_ranker", "isolated_wukong", "next_item"])
+def test_bfloat16_computes_in_fewer_bits_and_keeps_weights_in_float32(store, tmp_path, kind):
+    runs = [Trainer(recipe(store, tmp_path, kind, epochs=2, precision=precision)).fit()
+            for precision in ("float32", "bfloat16")]
+    assert losses(runs[1]) != losses(runs[0]) and losses(runs[1]) == pytest.approx(losses(runs[0]), rel=0.02)
+    for run in runs:
+        model = load_model(run.path).model
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_accumulation_cuts_by_tokens_and_resumes_in_the_middle(store, tmp_path):
+    same = recipe(store, tmp_path, batch=4, accumulate_tokens=100, checkpoint_steps=3, epochs=2)
+    objective = make_objective(same)
+    tokens = [int(objective.loader.costs(batch).sum()) for batch in objective.loader.upcoming()]
+    found = updates(objective.loader, 100, 0, 2 * len(tokens))
+    objective.close()
+    sums = [sum(int(tokens.pop(0)) for _ in update.batches) for update in found]
+    assert not tokens and max(sums) <= 100 and sum(sums) / len(sums) > 60
+    whole = Trainer(same).fit()
+    assert whole.summary["steps"] < 2 * sum(len(update.batches) for update in found)
+    trainer = Trainer(same)
+    trainer.on_progress = lambda progress: trainer.stop() if progress.step >= 20 else None
+    with pytest.raises(Interrupted):
+        trainer.fit()
+    folder = max((p for p in tmp_path.iterdir()), key=lambda p: p.stat().st_mtime)
+    resumed = Trainer(same).fit(resume=folder)
+    assert load_model(resumed.path).version == load_model(whole.path).version
+
+
+def test_the_cosine_schedule_ends_at_zero_and_warms_up():
+    config = OptimizerConfig(warmup_steps=4, schedule="cosine")
+    assert rate_at(config, 0, 0.0) == 0.25 and rate_at(config, 10, 0.5) == pytest.approx(0.5)
+    assert rate_at(config, 100, 1.0) == pytest.approx(0.0) and rate_at(config, 10, 0.25) > 0.75
+    linear = dataclasses.replace(config, schedule="linear")
+    assert [rate_at(linear, 9, done) for done in (0.0, 0.25, 1.0)] == [1.0, 0.75, 0.0]

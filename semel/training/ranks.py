@@ -1,0 +1,114 @@
+"""The processes that train together: sums and messages between them, and nothing else.
+
+What a step sends is decided by arithmetic that all ranks do alike, so that sums are all there is to agree on: of
+counts, of gradients, of metrics. Alone, every sum is what it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semel.comm.interface import PeerLost
+
+T = TypeVar("T")
+
+
+HEARTBEAT_S = 5.0
+"""How often rank 0 tells the others that it is still at what they wait for."""
+
+
+class Ranks:
+    """``rank`` of ``world_size`` processes: those of torch.distributed where it is initialized, else this one alone.
+
+    Every method but the constructor must be called by all ranks, in the same order. Raises PeerLost where one is gone.
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._dist: Any = dist if dist.is_available() and dist.is_initialized() else None
+        self.rank: int = self._dist.get_rank() if self._dist else 0
+        self.world_size: int = self._dist.get_world_size() if self._dist else 1
+        # Small sums are of numbers on the host, whatever carries the gradients.
+        self._host = dist.new_group(backend="gloo") if self._dist and dist.get_backend() != "gloo" else None
+
+    def sum(self, values: Any) -> np.ndarray:
+        """The sums over ranks of an array of numbers, float64 (counts are exact)."""
+        array = np.array(values, dtype=np.float64)
+        if self._dist:
+            tensor = torch.from_numpy(array)
+            self._call(self._dist.all_reduce, tensor, group=self._host)
+        return array
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        return bool(self.sum([flag])[0])
+
+    def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor becomes its sum over ranks: one message for each kind of number. With two ranks no bit depends
+        on which is which; with more the order of summation is the transport's, the same on every rank."""
+        if not self._dist:
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.flatten() for tensor in alike])
+            self._call(self._dist.all_reduce, flat)
+            for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def sum_metric(self, metric: T) -> T:
+        """One of ``semel.metrics`` over the rows of all ranks."""
+        if not self._dist:
+            return metric
+        state: dict[str, np.ndarray] = metric.state()  # type: ignore[attr-defined]
+        flat = self.sum(np.concatenate([value.ravel() for value in state.values()]))
+        parts = np.split(flat, np.cumsum([value.size for value in state.values()])[:-1])
+        return metric.from_state({  # type: ignore[attr-defined]
+            name: part.reshape(state[name].shape) for name, part in zip(state, parts, strict=True)})
+
+    def gather(self, value: Any) -> list[Any]:
+        """A JSON value of each rank, by rank."""
+        if not self._dist:
+            return [value]
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        self._call(self._dist.all_reduce, sizes, group=self._host)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(data)] = data
+        out = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self._call(self._dist.all_gather, out, padded, group=self._host)
+        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(out, sizes.tolist(), strict=True)]
+
+    def first(self, make: Callable[[], Any]) -> Any:
+        """``make()`` on rank 0, its JSON value on all."""
+        return self.gather(make() if self.rank == 0 else None)[0]
+
+    def in_turn(self, make: Callable[[], T]) -> T:
+        """``make()`` on every rank, rank 0 before the others: what it leaves on disk they find. However long it takes,
+        the others hear from rank 0 (a group takes a rank that says nothing for lost)."""
+        if not self._dist:
+            return make()
+        if self.rank:
+            while not self.any(False):
+                pass
+            return make()
+        with ThreadPoolExecutor(1, "semel-first") as thread:
+            made = thread.submit(make)
+            while not self.any(bool(wait([made], timeout=HEARTBEAT_S).done)):
+                pass
+        return made.result()
+
+    def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        try:
+            function(*args, **options)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise PeerLost(f"rank {self.rank} of {self.world_size} lost another: {why}") from error
