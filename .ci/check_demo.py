@@ -14,6 +14,8 @@ def check(folder: Path) -> None:
     assert 0 < result["served"]["p50_ms"] <= result["served"]["p99_ms"], result["served"]
     computed = result["computed"]
     assert computed["per_candidate_ms"] > 2 * computed["once_ms"] and computed["max_difference"] <= 1e-5, computed
+    waited = result["waited"]["idle"]
+    assert 0 <= waited["balanced"] < waited["as they come"] < 1, waited
     replay = result["replay"]
     assert replay["histories_equal"] == replay["requests"] > 0, replay
     assert replay["max_difference"] <= 1e-5, replay

@@ -35,7 +35,17 @@ def demo(
 
 
 def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
-    from semel.cli.demo import computing, evaluating, examples, ingesting, replaying, serving, storage, training
+    from semel.cli.demo import (
+        computing,
+        evaluating,
+        examples,
+        ingesting,
+        replaying,
+        serving,
+        storage,
+        training,
+        waiting,
+    )
 
     return [
         ("events into a store", ingesting.step),
@@ -45,6 +55,7 @@ def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
         ("quality, beside baselines", evaluating.step),
         ("serving over HTTP", serving.step),
         ("a request computed once", computing.step),
+        ("a batch balanced over trainers", waiting.step),
         ("replay", replaying.step),
     ]
 

@@ -14,7 +14,7 @@ from semel.cli.demo.state import Demo
 if TYPE_CHECKING:
     from semel.cli.report.page import Page
 
-LATER = ("waited", "embedded", "planned")
+LATER = ("embedded", "planned")
 """Parts of Semel that are still to come; their place in the result is null."""
 
 
@@ -25,6 +25,7 @@ def result(demo: Demo) -> dict[str, Any]:
         "data": demo.facts["data"],
         "stored": demo.facts["stored"],
         "computed": demo.facts["computed"],
+        "waited": demo.facts["waited"],
         **dict.fromkeys(LATER),
         "quality": demo.facts["quality"],
         "served": demo.facts["served"],
@@ -50,7 +51,8 @@ def write_files(demo: Demo, facts: dict[str, Any]) -> None:
 
 def show(demo: Demo, facts: dict[str, Any]) -> None:
     """The closing table, on stdout."""
-    stored, served, computed, replay = (facts[name] for name in ("stored", "served", "computed", "replay"))
+    stored, served, computed, waited, replay = (facts[name] for name in (
+        "stored", "served", "computed", "waited", "replay"))
     fat = {name: value for name, value in stored["fat_rows_by_layout"].items() if "last" in name}
     rows = [["stored", f"{output.size(stored['bytes'])} store and pointers", "fat rows:\n" + "\n".join(
         f"{output.size(value)} {name}" for name, value in fat.items())]]
@@ -66,6 +68,8 @@ def show(demo: Demo, facts: dict[str, Any]) -> None:
         ["compute once", f"{computed['once_ms']:.1f} ms a request, {computed['kept_ms']:.1f} ms where it was kept",
          f"{computed['per_candidate_ms']:,.0f} ms with the request's side\ncomputed per candidate; scores differ by "
          f"{computed['max_difference']:.1g}"],
+        ["wait never", f"{waited['ranks']} trainers wait {waited['idle']['balanced']:.2%} of a step for the slowest",
+         f"{waited['idle']['as they come']:.1%} with requests\nas they come"],
         ["replay", f"{replay['histories_equal']:,} of {replay['requests']:,} histories equal",
          f"largest difference of a score: {replay['max_difference']:g}"],
         ["time", f"{facts['seconds']:.0f} s in all", f"{facts['training']['rank']['seconds']:.0f} s + "
@@ -111,6 +115,7 @@ def page(demo: Demo) -> Page:
         sections.quality(rank, following, tuple(OURS.values()), _quality_text(demo, next_own)),
         sections.calibration(judged["reliability"], judged.get("calibration")),
         sections.latency(facts["latencies_ms"], facts["inside_ms"], served),
+        sections.waiting(facts["waited"]),
         sections.replay(replay),
     ]
     sample = f" (a sample of {data['users']:,} users)" if demo.quick else ""

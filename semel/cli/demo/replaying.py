@@ -1,4 +1,4 @@
-"""Step 8: every request that was served, scored again as training would."""
+"""Step 9: every request that was served, scored again as training would."""
 
 from __future__ import annotations
 

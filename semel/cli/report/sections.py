@@ -156,6 +156,25 @@ def latency(milliseconds: Sequence[float], inside: Mapping[str, float], served: 
     ], plots)
 
 
+def waiting(facts: Mapping[str, Any]) -> Section:
+    """``loads``: of one batch, what each rank computes, by way of sharing out its requests; ``idle``: means."""
+    idle, loads = facts["idle"], facts["loads"]
+    plots = []
+    for name, values in loads.items():
+        most = max(values)
+        plots.append(figures.bars({f"trainer {rank}": value / most for rank, value in enumerate(values)},
+                                  f"One batch, requests {name}", "share of the slowest trainer's work",
+                                  [f"{value / most:.0%}" for value in values]))
+    return Section("Waiting", [
+        f"Training on {facts['ranks']} machines ends a step when the slowest is done. Requests differ in the length of "
+        f"their histories and the number of their films, so dealt out as they come the mean machine waits "
+        f"{idle['as they come']:.1%} of a step. Every machine knows all lengths before it reads a history, and all "
+        f"compute the same way of sharing requests out in well under a millisecond: then it waits "
+        f"{idle['balanced']:.2%}. These are figures of {facts['batches']} batches of {facts['requests']} requests, "
+        "counted in events and films; nothing was trained on so many machines here.",
+    ], plots)
+
+
 def replay(report: Mapping[str, Any]) -> Section:
     """``report``: a ReplayReport as JSON."""
     rows = [
