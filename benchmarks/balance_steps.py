@@ -1,17 +1,17 @@
 """Balance on real steps: what ``benchmarks.balance`` runs as its parts ``measured`` and ``processes``.
 
 The step: forward and backward of one HSTU layer (32 wide) over a rank's jagged histories, whose lengths are a sixteenth
-of the benchmark's (attention and projections cost the same at some 3,600 of its tokens), on one core.
+of the benchmark's, on one core.
 
 ``measured``: one process computes the shares of all ranks in turn, so that one core stands for many ranks. A share's
 CPU time is counted in runs of one fixed step right before and after it, since a machine is not equally fast all the
 time; the median of some turns. A ``CostModel`` is fitted to the unbalanced steps of other batches first; partitions see
-only what it predicts.
+only what it predicts. ``one share, every time``: what idle the clock shows where there is none.
 
 ``processes``: real gloo processes. A balanced step gathers the lengths of all ranks, partitions, exchanges the
 histories (all-to-all of their item ids; nothing of this is hidden here) and computes; an unbalanced one computes; both
-all-reduce 1 MB of gradients. Where there are fewer cores than ranks, a rank sleeps for as long as its share took when
-it was measured alone.
+all-reduce 1 MB of gradients. Where there are fewer cores than ranks, a rank sleeps for as long as 24 layers of its
+share take, after one was measured alone (``replayed``).
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ from semel.training import balance
 from semel.training.cost import CostModel, IdleReport
 
 SCALE = 16
+"""By what lengths are divided."""
+CLOCK = "one share, every time"
+"""Every rank computes the same requests: what idle the clock shows where there is none."""
+LAYERS = 24
+"""Of the model whose steps are replayed: so many times as long as the measured one."""
 ITEMS = 10_000
 CONFIG = EncoderConfig(dim=32, layers=1, heads=1, head_dim=32, dropout=0.0, positions=64, time=False)
 
@@ -46,7 +51,7 @@ class Step:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.items, self.encoder = torch.nn.Embedding(ITEMS, CONFIG.dim), HSTU(CONFIG)
-        self.fixed = np.array([400, 200, 100, 50])
+        self.fixed = np.array([250, 100, 50])
         self._run(self.fixed)  # compiles
         self.unit = statistics.median(self._run(self.fixed) for _ in range(9))
 
@@ -70,19 +75,22 @@ class Step:
         return taken / (before + after) * 2 * self.unit
 
 
-def draw(requests: int, random: np.random.Generator, scale: int = SCALE) -> np.ndarray:
-    return np.maximum(draw_lengths(requests, random, CUT) // scale, 1)
+def draw(requests: int, random: np.random.Generator) -> np.ndarray:
+    return np.maximum(draw_lengths(requests, random, CUT) // SCALE, 1)
 
 
-def shares(step: Step, lengths: np.ndarray, assignments: dict[str, np.ndarray], world_size: int,
-           turns: int) -> dict[str, np.ndarray]:
-    """The seconds of each rank's share under each assignment: the median of some turns."""
-    taken = {name: np.empty((turns, world_size)) for name in assignments}
+def shares(step: Step, parts: dict[str, list[np.ndarray]], turns: int) -> dict[str, np.ndarray]:
+    """The seconds of each rank's share (its lengths) under each assignment: the median of some turns."""
+    taken = {name: np.empty((turns, len(ranks))) for name, ranks in parts.items()}
     for turn in range(turns):
-        for rank in range(world_size):
-            for name, ranks in assignments.items():
-                taken[name][turn, rank] = step.seconds(lengths[ranks == rank])
+        for rank in range(len(next(iter(parts.values())))):
+            for name, ranks in parts.items():
+                taken[name][turn, rank] = step.seconds(ranks[rank])
     return {name: np.median(seconds, axis=0) for name, seconds in taken.items()}
+
+
+def by_rank(lengths: np.ndarray, ranks: np.ndarray, world_size: int) -> list[np.ndarray]:
+    return [lengths[ranks == rank] for rank in range(world_size)]
 
 
 def fitted(step: Step, world_size: int, requests: int, steps: int) -> CostModel:
@@ -95,7 +103,7 @@ def fitted(step: Step, world_size: int, requests: int, steps: int) -> CostModel:
 
 
 def measured(quick: bool) -> dict[str, Any]:
-    world_size, requests, batches, turns = (8, 8, 1, 2) if quick else (64, 32, 2, 3)
+    world_size, requests, batches, turns = (8, 8, 1, 2) if quick else (64, 32, 1, 4)
     torch.set_num_threads(1)
     step = Step()
     model = fitted(step, world_size, requests, 4 if quick else 2)
@@ -108,14 +116,15 @@ def measured(quick: bool) -> dict[str, Any]:
         cap = {"tokens": lengths, "token_cap": (tokens.max() + tokens.mean()) / 2}
         assignments = {
             "unbalanced": home, "zigzag": balance.zigzag(costs, world_size),
-            "segments": balance.segments(costs, world_size),
             "karmarkar_karp": balance.karmarkar_karp(costs, world_size),
             "equal_count, cap": balance.equal_count(costs, world_size, **cap),
-            "equal_cost, cap": balance.equal_cost(costs, world_size, **cap),
             "rebalance": balance.rebalance(costs, world_size, home),
         }
-        for name, seconds in shares(step, lengths, assignments, world_size, turns).items():
-            report = IdleReport.of(lengths, costs, assignments[name], world_size, seconds)
+        parts = {name: by_rank(lengths, ranks, world_size) for name, ranks in assignments.items()}
+        parts[CLOCK] = [lengths[free == 0]] * world_size
+        for name, seconds in shares(step, parts, turns).items():
+            report = IdleReport.of(lengths, costs, assignments[name], world_size, seconds) if name != CLOCK else (
+                IdleReport(0.0, 0.0, balance.idle(seconds, np.arange(world_size), world_size)))
             found.setdefault(name, []).append({
                 "idle_tokens": report.tokens, "idle_cost": report.cost, "idle_time": report.time or 0.0,
                 "slowest_ms": 1e3 * float(seconds.max())})
@@ -144,7 +153,7 @@ def rank_main(rank: int, world_size: int, requests: int, rounds: int, folder: st
             if name == "balanced":
                 mine, history = exchange(model, own, values, rank, world_size)
             if step is None:
-                time.sleep(float(replayed[number][name][rank]))
+                time.sleep(LAYERS * float(replayed[number][name][rank]))
             else:
                 step(history.numpy(), mine.numpy())
             dist.all_reduce(gradients)
@@ -178,9 +187,9 @@ def processes(quick: bool) -> list[dict[str, Any]]:
     step = Step()
     cores = len(os.sched_getaffinity(0))
     rows = []
-    for world_size, requests in ((2, 4),) if quick else ((2, 8), (4, 8), (4, 32)):
-        rounds = 3 if quick else 24
-        model = fitted(step, 8, requests, 4)
+    model = fitted(step, 8, 8, 2 if quick else 6)
+    for world_size, requests in ((2, 4),) if quick else ((2, 8), (4, 8), (4, 16)):
+        rounds = 3 if quick else 9
         replayed = None
         if cores < world_size:
             replayed = []
@@ -188,7 +197,8 @@ def processes(quick: bool) -> list[dict[str, Any]]:
                 lengths = draw(world_size * requests, np.random.default_rng(number))
                 assignments = {"unbalanced": np.repeat(np.arange(world_size), requests),
                                "balanced": balance.equal_count(model.predict(lengths), world_size)}
-                taken = shares(step, lengths, assignments, world_size, 3)
+                taken = shares(step, {name: by_rank(lengths, ranks, world_size)
+                                      for name, ranks in assignments.items()}, 2)
                 replayed.append({name: torch.from_numpy(seconds) for name, seconds in taken.items()})
         with tempfile.TemporaryDirectory(prefix="semel-benchmark-") as folder:
             torch.save({"model": model.to_json(), "seconds": replayed}, f"{folder}/plan.pt")

@@ -88,11 +88,17 @@ def equal_cost(costs: Any, world_size: int, *, tokens: Any = None, token_cap: fl
     found: list[tuple[float, np.ndarray]] = []
     for start in ("dealt", "lpt") if batch.cap == np.inf else ("lpt", "dealt"):  # lpt's ranks are nearer in tokens
         ranks, fits = batch.longest_first() if start == "lpt" else (_dealt(batch.order, world_size), True)
-        if fits:
+        if not fits:
+            continue
+        try:
             ranks, heaviest = batch.refined(ranks, 0, batch.requests)
-            found.append((heaviest, ranks))
-            if heaviest <= batch.goal():
-                break
+        except ValueError:  # no way into the cap from here
+            if not found:
+                raise
+            continue
+        found.append((heaviest, ranks))
+        if heaviest <= batch.goal():
+            break
     return min(found, key=lambda one: one[0])[1]
 
 
