@@ -13,7 +13,7 @@ from torch import Tensor
 
 from semel.comm.interface import Done, Handle, Later, PeerLost, as_bytes, check_counts, row_bytes
 
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
 
 
 class Alone:
@@ -58,7 +58,7 @@ class Collective:
     def all_gather(self, values: Tensor) -> Handle:
         out = values.new_empty(self.world_size, *values.shape)
         sent = as_bytes(values)
-        return self._begin("all_gather", lambda: _gather(as_bytes(out), sent, group=self.group, async_op=True), out,
+        return self._begin("all_gather", lambda: gather(as_bytes(out), sent, group=self.group, async_op=True), out,
                            sent)
 
     def _begin(self, name: str, begin: Callable[[], Any], out: Tensor, sent: Tensor) -> Handle:
@@ -75,7 +75,7 @@ class Collective:
 
 
 class peers_named:
-    """Within the block an error of torch.distributed becomes a PeerLost that says what to do."""
+    """Within the block, what torch.distributed says of a lost process becomes a PeerLost that says what to do."""
 
     def __init__(self, what: str, rank: int, world_size: int) -> None:
         self.where = f"{what} on rank {rank} of {world_size}"
@@ -84,10 +84,13 @@ class peers_named:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
-            why = re.sub(r"^\[[^]]*\] *", "", (str(error) or type(error).__name__).splitlines()[0])  # no source line
+        if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or _LOST.search(str(error))):
+            why = re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0])  # without the line of C++ it comes from
             raise PeerLost(f"{self.where}: another process ended or does not answer ({why}); its own message says why. "
                            "Restart the job from its last checkpoint") from error
+
+
+_LOST = re.compile("gloo|[Cc]onnection|[Tt]imed out|closed by peer|[Ss]ocket")
 
 
 def own_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
