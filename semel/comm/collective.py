@@ -85,7 +85,7 @@ class peers_named:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or _LOST.search(str(error))):
-            why = re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0])  # without the line of C++ it comes from
+            why = re.split(r"\. |\n", re.sub(r"^\[[^]]*\] *", "", str(error)))[0]  # gloo names a line of C++ first
             raise PeerLost(f"{self.where}: another process ended or does not answer ({why}); its own message says why. "
                            "Restart the job from its last checkpoint") from error
 
