@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -96,6 +95,8 @@ _LOST = re.compile("gloo|[Cc]onnection|[Tt]imed out|closed by peer|[Ss]ocket")
 def own_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
     """A new process group of ``ranks`` (None: all), so that one part's calls never wait behind another's, with the
     timeout of the default group. All its members must call this, and make their groups in the same order."""
-    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout if dist.group.WORLD else None
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    timeout = None if options is None else options._timeout
     return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend,
                           use_local_synchronization=ranks is not None)

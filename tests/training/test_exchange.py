@@ -218,6 +218,22 @@ def test_balanced_goes_on_until_the_last_rank_is_at_its_end():
     assert seen == sorted(i for of_rank in batches for rows in of_rank for i in rows.request_id)
 
 
+@settings(max_examples=15, deadline=None)
+@given(counts=st.lists(st.lists(st.integers(0, 4), max_size=4), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_any_uneven_data_goes_through(counts, seed):
+    """``counts``: requests of each batch of each rank. Step i of all ranks together is batch i of all ranks."""
+    batches = [[make_rows(count, 1000 * seed + 10 * rank + i) for i, count in enumerate(of_rank)]
+               for rank, of_rank in enumerate(counts)]
+    steps = run_threads(len(counts), lambda transport: list(
+        Exchange(transport, zigzag, cost, lengths=by_length).balanced(batches[transport.rank])))
+    assert {len(of_rank) for of_rank in steps} == {max(map(len, counts))}
+    for i, of_step in enumerate(zip(*steps, strict=True)):
+        everything = concat_rows([of_rank[i] for of_rank in batches if i < len(of_rank)])
+        ranks = zigzag(cost(by_length(everything), everything.candidates.lengths), len(counts))
+        for rank, rows in enumerate(of_step):
+            assert_equal_rows(rows, everything.select(np.flatnonzero(ranks == rank)))
+
+
 def test_the_next_batch_is_exchanged_while_the_caller_computes():
     started, computing = threading.Event(), threading.Event()
 
