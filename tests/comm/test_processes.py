@@ -41,6 +41,7 @@ def test_what_one_process_raises_is_raised_here():
     assert "in rank 0 of 2" in told.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_every_process(tmp_path):
     def tell():
         deadline = time.monotonic() + 60
