@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from semel.comm.interface import Done, Handle, Later, PeerLost, as_bytes, check_counts, row_bytes
 
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
 
 
 class Alone:
@@ -58,7 +57,7 @@ class Collective:
     def all_gather(self, values: Tensor) -> Handle:
         out = values.new_empty(self.world_size, *values.shape)
         sent = as_bytes(values)
-        return self._begin("all_gather", lambda: _gather(as_bytes(out), sent, group=self.group, async_op=True), out,
+        return self._begin("all_gather", lambda: gather(as_bytes(out), sent, group=self.group, async_op=True), out,
                            sent)
 
     def _begin(self, name: str, begin: Callable[[], Any], out: Tensor, sent: Tensor) -> Handle:
@@ -75,7 +74,7 @@ class Collective:
 
 
 class peers_named:
-    """Within the block an error of torch.distributed becomes a PeerLost that says what to do."""
+    """Within the block, what torch.distributed says of a lost process becomes a PeerLost that says what to do."""
 
     def __init__(self, what: str, rank: int, world_size: int) -> None:
         self.where = f"{what} on rank {rank} of {world_size}"
@@ -84,15 +83,20 @@ class peers_named:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
-            why = re.sub(r"^\[[^]]*\] *", "", (str(error) or type(error).__name__).splitlines()[0])  # no source line
+        if isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or _LOST.search(str(error))):
+            why = re.split(r"\. |\n", re.sub(r"^\[[^]]*\] *", "", str(error)))[0]  # gloo names a line of C++ first
             raise PeerLost(f"{self.where}: another process ended or does not answer ({why}); its own message says why. "
                            "Restart the job from its last checkpoint") from error
+
+
+_LOST = re.compile("gloo|[Cc]onnection|[Tt]imed out|closed by peer|[Ss]ocket")
 
 
 def own_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
     """A new process group of ``ranks`` (None: all), so that one part's calls never wait behind another's, with the
     timeout of the default group. All its members must call this, and make their groups in the same order."""
-    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout if dist.group.WORLD else None
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    timeout = None if options is None else options._timeout
     return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend,
                           use_local_synchronization=ranks is not None)

@@ -1,24 +1,26 @@
 """SM-free transport inside one NVLink domain: NCCL's copy-engine collectives.
 
 With the zero-CTA policy and buffers in symmetric memory NCCL (2.28 on) moves equal parts by copy engines instead of
-kernels. Its all-to-all has equal parts only, so uneven ones go through a registered buffer of ``capacity_bytes`` a
-rank, in as many rounds as the largest part needs, which all ranks agree on over gloo.
+kernels. Its all-to-all has equal parts only, so uneven ones go through a registered buffer of ``capacity_bytes``, in as
+many rounds as the largest part needs, which all ranks agree on over gloo. Written after the interfaces of PyTorch 2.13;
+not yet run: no machine with several GPUs was at hand.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from semel.comm.collective import peers_named
+from semel.comm.collective import gather, peers_named
 from semel.comm.interface import Handle, Later, as_bytes, check_counts, row_bytes
 
 CAPACITY_BYTES = 16 << 20
+ALIGNED = 16
 INSTEAD = 'use transport("collective") there, or transport("staged") for an exchange without multiprocessors'
 
 
@@ -58,7 +60,7 @@ class CopyEngine:
         self.host_group = dist.new_group(ranks, backend="gloo")
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.device = torch.device(device)
-        self.part = capacity_bytes // self.world_size
+        self.part = max(ALIGNED, capacity_bytes // self.world_size // ALIGNED * ALIGNED)
         self._order = threading.Lock()
         self._stream = torch.cuda.Stream(self.device)
         symmetric.set_backend("NCCL")
@@ -71,37 +73,40 @@ class CopyEngine:
     def all_to_all(self, values: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
         check_counts(self, values, send, receive)
         size = row_bytes(values)
-        largest = torch.tensor([size * max(*send, *receive)])
         out = values.new_empty(sum(receive), *values.shape[1:])
         sent = list(as_bytes(values).split([size * n for n in send]))
         received = list(as_bytes(out).split([size * n for n in receive]))
 
         def carry() -> None:
+            largest = torch.tensor([size * max(*send, *receive)])
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.host_group)
-            for at in range(0, int(largest), self.part):
-                self._round([part[at : at + self.part] for part in sent],
-                            [part[at : at + self.part] for part in received])
+            for at, part in self._rounds(int(largest)):
+                self._copy([x[at : at + part] for x in sent], self._sent.split(part))
+                dist.all_to_all_single(self._received[: part * self.world_size], self._sent[: part * self.world_size],
+                                       group=self.group)
+                self._copy(self._received.split(part), [x[at : at + part] for x in received])
 
         return self._carry("all_to_all", carry, values, out)
 
     def all_gather(self, values: Tensor) -> Handle:
         out = values.new_empty(self.world_size, *values.shape)
-        sent, received = as_bytes(values), list(as_bytes(out).split(values.numel() * values.element_size() or 1))
+        sent, received = as_bytes(values), as_bytes(out).view(self.world_size, len(as_bytes(values)))
 
         def carry() -> None:
-            for at in range(0, len(sent), self.part):
-                self._round([sent[at : at + self.part]] * self.world_size,
-                            [part[at : at + self.part] for part in received])
+            for at, part in self._rounds(len(sent)):
+                self._copy([sent[at : at + part]], [self._sent])
+                gather(self._received[: part * self.world_size], self._sent[:part], group=self.group)
+                self._copy(self._received.split(part), [x[at : at + part] for x in received])
 
         return self._carry("all_gather", carry, values, out)
 
     def _carry(self, name: str, carry: Callable[[], None], values: Tensor, out: Tensor) -> Handle:
+        done, caller = torch.cuda.Event(), torch.cuda.current_stream(self.device)
         with self._order, peers_named(name, self.rank, self.world_size), torch.cuda.stream(self._stream):
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._stream.wait_stream(caller)
             for tensor in (values, out):
                 tensor.record_stream(self._stream)
             carry()
-            done = torch.cuda.Event()
             done.record(self._stream)
 
         def finish() -> Tensor:
@@ -110,9 +115,13 @@ class CopyEngine:
 
         return Later(finish)
 
-    def _round(self, sent: list[Tensor], received: list[Tensor]) -> None:
-        for slot, part in zip(self._sent.split(self.part), sent, strict=True):
-            slot[: len(part)].copy_(part)
-        dist.all_to_all_single(self._received, self._sent, group=self.group)
-        for slot, part in zip(self._received.split(self.part), received, strict=True):
-            part.copy_(slot[: len(part)])
+    def _rounds(self, size: int) -> Iterator[tuple[int, int]]:
+        """(start, bytes) of each piece of ``size`` bytes a rank; what is registered must be the same on all ranks."""
+        part = min(self.part, -(-size // ALIGNED) * ALIGNED)
+        return ((at, part) for at in range(0, size, max(part, 1)))
+
+    @staticmethod
+    def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for source, target in zip(sources, targets, strict=False):
+            size = min(len(source), len(target))
+            target[:size].copy_(source[:size])

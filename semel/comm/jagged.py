@@ -101,16 +101,17 @@ def untranspose(values: Array, lengths: Array, rows: Array, keys: int) -> tuple[
 
 
 def _transposed(values: Array, lengths: Array, rows: Array, keys: int, from_ranks: bool) -> tuple[Array, Array]:
-    counts = np.ascontiguousarray(_numpy(rows), dtype=np.int64)
-    if len(lengths) != keys * counts.sum():
-        raise ValueError(f"{len(lengths)} lengths for {keys} keys of {counts.sum()} rows")
+    counts = _numpy(rows)
     if _is_cuda(values):
         import torch
 
         order = torch.from_numpy(_block_order(counts, keys, from_ranks)).to(values.device)
         moved, _ = permute(values, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), order)
         return moved, lengths[order]
-    starts, new, new_lengths = _blocks(_numpy(lengths), counts, keys, from_ranks)
+    try:
+        starts, new, new_lengths = _blocks(_numpy(lengths), counts, keys, from_ranks)
+    except IndexError:
+        raise ValueError(f"{len(lengths)} lengths for {keys} keys of {counts.sum()} rows") from None
     return _copied(values, starts, new), _like(new_lengths, lengths)
 
 
@@ -137,20 +138,24 @@ def _copied(values: Array, starts: np.ndarray, offsets: np.ndarray) -> Array:
     if _is_tensor(values):
         import torch
 
-        size = values.element_size() * tail.numel()
-        flat = values.detach().contiguous().reshape(-1)
+        item = values.element_size()
+        flat = values.detach().contiguous()
+        if tail:
+            flat = flat.reshape(-1)
         source = (flat if flat.dtype == torch.int64 else flat.view(torch.uint8)).numpy()  # which lacks some types
     else:
         if values.dtype.hasobject:
             raise ValueError("jagged rows of Python objects cannot be moved as bytes; encode them first")
-        size = values.dtype.itemsize * math.prod(tail)
+        item = values.dtype.itemsize
         source = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    word = next(w for w in _WORDS if size % w.itemsize == 0 and source.ctypes.data % w.itemsize == 0)
-    width = size // word.itemsize
+    size = item * math.prod(tail)
+    word, unit = next((word, unit) for word, unit in _WORDS
+                      if size % unit == 0 and (item % unit == 0 or source.ctypes.data % unit == 0))
+    width = size // unit
     if not count * width:
         return values.new_empty(count, *tail) if _is_tensor(values) else np.empty((count, *tail), values.dtype)
     moved = np.empty(count * width, word)
-    _copy(source.view(word), starts, offsets, width, moved)
+    _copy(source if source.dtype == word else source.view(word), starts, offsets, width, moved)
     if not _is_tensor(values):
         return moved.view(values.dtype).reshape(count, *tail)
     out = torch.from_numpy(moved)
@@ -159,7 +164,7 @@ def _copied(values: Array, starts: np.ndarray, offsets: np.ndarray) -> Array:
     return out.reshape(count, *tail) if tail else out
 
 
-_WORDS = tuple(np.dtype(name) for name in ("int64", "int32", "int16", "uint8"))
+_WORDS = tuple((np.dtype(f"i{unit}"), unit) for unit in (8, 4, 2, 1))
 
 
 @numba.njit(cache=True, nogil=True)
@@ -223,6 +228,8 @@ def _blocks(lengths: Any, rows: Any, keys: int, from_ranks: bool) -> Any:
     """Blocks, of one rank and one key each, trade places: where each of the new order starts, their new offsets, and
     the lengths in the new order."""
     ranks, total = len(rows), rows.sum()
+    if len(lengths) != keys * total:
+        raise IndexError
     row_starts = np.cumsum(rows) - rows
     new_lengths = np.empty_like(lengths)
     blocks = ranks * keys

