@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semel.comm import Collective
-from semel.comm.processes import spawn
+from semel.comm import Collective, spawn
 from semel.training.embedding import SGD, RowOptimizer, RowWiseAdagrad, ShardedEmbedding
 from semel.training.embedding_schedule import Blocking
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from thread_ranks import on_ranks
 from torch import Tensor
 
-from semel.comm.processes import spawn
+from semel.comm import run_threads, spawn
 from semel.comm.transport import transport as make_transport
 from semel.training.embedding import SGD, Adam, RowWiseAdagrad, ShardedEmbedding
 from semel.training.embedding_exchange import answer, together
@@ -50,9 +50,10 @@ def draw_batches(seed: int, steps: int, world_size: int, overlap: float, size: i
 
 
 def loss_of(vectors: Tensor, ids: Tensor, step: int) -> Tensor:
-    """Not linear in the vectors, so that a row that was read too early shows."""
+    """Its gradient depends on the vectors, so that a row that was read too early shows, and has a bound."""
     target = ((ids[:, None] * 7 + torch.arange(DIM) + step) % 11).float() / 11
-    return ((vectors - target).square() * (1 + (ids % 3)[:, None])).sum() + vectors.pow(3).sum() / 7
+    square = (vectors - target).square()
+    return (square / (1 + square) * (1 + (ids % 3)[:, None])).sum()
 
 
 class Naive(Prioritized):
@@ -116,7 +117,7 @@ def test_three_ways_to_the_same_bits(seed: int, world_size: int, steps: int, ove
     batches = draw_batches(seed, steps, world_size, overlap, size)
     rows, losses = reference(batches, optimizer)
     for kind in (Blocking, Prioritized):
-        results = on_ranks(world_size, lambda transport, kind=kind: trained(transport, kind, batches, optimizer))
+        results = run_threads(world_size, lambda transport, kind=kind: trained(transport, kind, batches, optimizer))
         assert by_key(results) == rows
         assert [[result["losses"][step] for result in results] for step in range(steps)] == losses
         assert {result["steps"] for result in results} == {steps}
@@ -130,7 +131,7 @@ def test_the_same_where_ids_share_rows_and_where_rows_are_taken_from_ids(
     batches = draw_batches(seed, 9, world_size, overlap, 10 // world_size)  # never more than a partition has
     rows = 40  # fewer than ids: four partitions of ten for zero_collision
     blocking, prioritized = (
-        on_ranks(world_size, lambda transport, kind=kind: trained(transport, kind, batches, optimizer, new_ids, rows))
+        run_threads(world_size, lambda rank, kind=kind: trained(rank, kind, batches, optimizer, new_ids, rows))
         for kind in (Blocking, Prioritized))
     assert by_key(blocking) == by_key(prioritized)
     assert [r["losses"] for r in blocking] == [r["losses"] for r in prioritized]
@@ -141,7 +142,7 @@ def test_naive_prefetch_gives_another_result() -> None:
     for overlap, same in ((0.0, True), (0.5, False)):
         batches = draw_batches(1, 6, 2, overlap, 20)
         rows, _ = reference(batches, "sgd")
-        naive = on_ranks(2, lambda transport, batches=batches: trained(transport, Naive, batches, "sgd"))
+        naive = run_threads(2, lambda transport, batches=batches: trained(transport, Naive, batches, "sgd"))
         assert (by_key(naive) == rows) == same
 
 
@@ -164,6 +165,7 @@ def check_processes(world_size: int, steps: int, overlaps: list[float]) -> None:
         batches = draw_batches(seed, steps, world_size, overlap, 40)
         for optimizer in optimizers:
             rows, losses = reference(batches, optimizer)
+            assert np.isfinite(losses).all()
             for schedule in range(2):
                 results = [rank[case][schedule] for rank in ranks]
                 assert by_key(results) == rows, (world_size, overlap, optimizer, schedule)
@@ -182,4 +184,4 @@ def test_the_same_bits_in_two_processes() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_same_bits_after_500_steps(world_size: int) -> None:
-    check_processes(world_size, 500, [0.0, 0.05, 0.25, 0.5, 0.75, 1.0])
+    check_processes(world_size, 500, [0.0, 0.05, 0.3, 0.7, 1.0])

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import on_ranks
 from torch import Tensor
 
-from semel.comm import Alone
+from semel.comm import Alone, run_threads
 from semel.training.embedding import SGD, Adam, ShardedEmbedding
 from semel.training.embedding_schedule import Blocking, Prioritized
 
@@ -116,7 +115,7 @@ def test_ranks_may_run_out_of_data_at_different_times(kind: type) -> None:
         return seen, table.steps, table.read(torch.tensor([9, 4]))
 
     start = ShardedEmbedding(1, Alone(), rows=10).read(torch.tensor([9, 4]))
-    results = on_ranks(3, train)
+    results = run_threads(3, train)
     assert [seen for seen, _, _ in results] == [3, 1, 0] and {steps for _, steps, _ in results} == {3}
     for _, _, vectors in results:
         torch.testing.assert_close(vectors, start - torch.tensor([[5.0], [1.0]]))
@@ -142,7 +141,7 @@ def test_the_gradient_is_that_of_the_global_mean(kind: type, world_size: int) ->
         return table.read(torch.arange(12))
 
     alone = train(Alone())
-    for vectors in on_ranks(world_size, lambda transport: train(transport, world_size)):
+    for vectors in run_threads(world_size, lambda transport: train(transport, world_size)):
         torch.testing.assert_close(vectors, alone, rtol=1e-6, atol=1e-7)
 
 
@@ -163,8 +162,8 @@ def test_several_tables_each_with_their_own_ids(kind: type) -> None:
             schedule.announce({"item": torch.arange(3)})
         return {name: table.read(torch.arange(20)) for name, table in tables.items()}
 
-    results = on_ranks(2, train)
-    alone = on_ranks(2, train)
+    results = run_threads(2, train)
+    alone = run_threads(2, train)
     for result in results:
         assert all(torch.equal(result[name], alone[0][name]) for name in result)
     start = ShardedEmbedding(3, Alone(), rows=50, new_ids="zero_collision").read(torch.arange(20))
