@@ -122,6 +122,26 @@ def test_ranks_may_run_out_of_data_at_different_times(kind: type) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("new_ids", ["dense", "zero_collision"])
+def test_ranks_may_keep_no_rows_and_batches_may_be_empty(kind: type, new_ids: Any) -> None:
+    """Three rows on four ranks (zero_collision: one partition, on the first)."""
+    def train(transport: Any) -> tuple[int, Tensor]:
+        table = ShardedEmbedding(1, transport, rows=3, new_ids=new_ids, optimizer=SGD(1.0))
+        schedule = kind(table)
+        for _, vectors in schedule([torch.arange(3)[: (transport.rank + step) % 4] for step in range(4)],
+                                   ids=lambda ids: ids):
+            vectors.sum().backward()
+            schedule.step()
+        return table.rows.slots, table.read(torch.arange(3))
+
+    start = ShardedEmbedding(1, Alone(), rows=3).read(torch.arange(3))
+    slots, vectors = zip(*run_threads(4, train), strict=True)
+    assert list(slots) == ([1, 1, 1, 0] if new_ids == "dense" else [3, 0, 0, 0])
+    for read in vectors:
+        torch.testing.assert_close(read, start - torch.tensor([[12.0], [8.0], [4.0]]))
+
+
+@BOTH
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_gradient_is_that_of_the_global_mean(kind: type, world_size: int) -> None:
     """Unequal batches; the loss of each rank as DDP wants it, ``local sum * world / global count``."""
