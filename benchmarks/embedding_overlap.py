@@ -6,8 +6,8 @@
 
 Two processes (gloo) share a table row-wise; ``Throttled`` makes the link between them as slow as stated, so that
 communication matters: FreeScale reports 111 ms of blocking exchange a step, the default link makes it twice that. Each
-process asks for ``rows`` distinct rows a step, at four places each. A share of them are rows of the step before, the same
-for both schedules; the other rows are new. The computation of a step is a sleep, or matrix products (``--compute
+process asks for ``rows`` distinct rows a step, at four places each. A share of them are rows of the step before, the
+same for both schedules; the other rows are new. The computation of a step is a sleep, or matrix products (``--compute
 matmul``), of stated length. ``exposed`` is the time that the loop spends in calls of the schedule, local work included,
 of the slower process; medians over steps; blocking and prioritized take turns, a round each.
 
@@ -33,8 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semel.comm import Collective, Throttled
-from semel.comm.processes import spawn
+from semel.comm import Collective, Throttled, spawn
 from semel.training.embedding import RowWiseAdagrad, ShardedEmbedding
 from semel.training.embedding_schedule import Blocking, Prioritized
 

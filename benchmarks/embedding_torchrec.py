@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semel.comm import Collective
-from semel.comm.processes import spawn
+from semel.comm import Collective, spawn
 from semel.training.embedding import SGD, RowOptimizer, RowWiseAdagrad, ShardedEmbedding
 from semel.training.embedding_schedule import Blocking
 
 STEPS = 10
+LENGTH = 128
+"""Positions are histories of as many events."""
 WORLD_SIZE = 2
 
 
@@ -65,7 +66,8 @@ class TorchRec:
     def step(self, ids: Tensor, gradient: Tensor) -> None:
         from torchrec import KeyedJaggedTensor
 
-        keyed = KeyedJaggedTensor(keys=["id"], values=ids, lengths=torch.tensor([len(ids)], dtype=torch.int32))
+        lengths = torch.full((len(ids) // LENGTH,), LENGTH, dtype=torch.int32)
+        keyed = KeyedJaggedTensor(keys=["id"], values=ids, lengths=lengths)
         self.model(keyed)["id"].values().backward(gradient)
 
     def rows(self) -> list[tuple[int, np.ndarray]]:
@@ -74,6 +76,8 @@ class TorchRec:
 
 def on_rank(options: dict[str, Any]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
+    if options["positions"] % LENGTH:
+        raise ValueError(f"positions must be a multiple of {LENGTH}, got {options['positions']}")
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, options["rows"], (STEPS, WORLD_SIZE, options["positions"]), generator=random)
     ids = torch.minimum(ids, torch.randint(0, options["rows"], ids.shape, generator=random))  # some come more often

@@ -120,7 +120,7 @@ class HashedRows(DenseRows):
 
 
 class ZeroCollisionRows:
-    """Key = id. Rows lie in partitions, as many as the largest power of two whose square is at most ``rows``; an id's
+    """Key = id. Rows lie in partitions: of ``max(sqrt(rows), rows / 256)`` the largest power of two below. An id's
     partition is ``mix(id)``'s lowest bits, and partition p lies on rank ``p mod world_size``.
 
     In a full partition the row that was used longest ago goes (of equals the one with the smallest id), never one that
@@ -132,7 +132,7 @@ class ZeroCollisionRows:
 
     def __init__(self, rows: int, rank: int, world_size: int) -> None:
         self.rows, self.rank, self.world_size = rows, rank, world_size
-        self.partitions = 1 << (int(rows**0.5).bit_length() - 1)
+        self.partitions = 1 << (max(int(rows**0.5), rows // 256).bit_length() - 1)  # small ones are searched fast
         self.capacity = -(-rows // self.partitions)
         mine = len(range(rank, self.partitions, world_size))
         self.slots = mine * self.capacity

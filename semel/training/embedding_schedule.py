@@ -44,9 +44,9 @@ ONE = ""
 
 @dataclass
 class StepReport:
-    """Of one step on this rank: ``exposed_s``, seconds in which the loop waited for the schedule; ``rows``, distinct
-    ids; ``collisions``, those whose rows the step before used too, on any rank (``Prioritized`` only, as is all of
-    this but ``exposed_s``, is filled in when the step's last gradients have arrived); ``sent_bytes`` to others."""
+    """Of one step on this rank. ``exposed_s``: seconds that the loop spent in calls of the schedule. ``rows``: distinct
+    ids; ``collisions``: those whose rows the step before used too, on any rank (``Blocking`` does not count them);
+    ``sent_bytes`` to other ranks: these three are filled in when the step's last gradients have arrived."""
 
     exposed_s: float
     rows: int
@@ -65,6 +65,8 @@ class _Update:
 
 @dataclass
 class Report:
+    """Grows by a step each step; a long run may clear ``steps`` whenever it has logged them."""
+
     steps: list[StepReport] = field(default_factory=list)
 
     @property

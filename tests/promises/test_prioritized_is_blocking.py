@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from thread_ranks import on_ranks
 from torch import Tensor
 
-from semel.comm.processes import spawn
+from semel.comm import run_threads, spawn
 from semel.comm.transport import transport as make_transport
 from semel.training.embedding import SGD, Adam, RowWiseAdagrad, ShardedEmbedding
 from semel.training.embedding_exchange import answer, together
@@ -27,13 +27,13 @@ ROWS = 97
 OPTIMIZERS = {"sgd": lambda: SGD(0.3), "adagrad": lambda: RowWiseAdagrad(0.2), "adam": lambda: Adam(0.1)}
 
 
-def draw_batches(seed: int, steps: int, world_size: int, overlap: float, size: int) -> list[list[Tensor]]:
-    """``[step][rank]`` ids: a share ``overlap`` of a rank's ids are ids of the global batch before, the others are not.
-    Some ranks have none."""
+def draw_batches(seed: int, overlaps: list[float], world_size: int, size: int) -> list[list[Tensor]]:
+    """``[step][rank]`` ids: a share ``overlaps[step]`` of a rank's ids are ids of the global batch before, the others
+    are not. Some ranks have none."""
     random = torch.Generator().manual_seed(seed)
     batches: list[list[Tensor]] = []
     before = torch.empty(0, dtype=torch.int64)
-    for _ in range(steps):
+    for overlap in overlaps:
         other = torch.tensor(sorted(set(range(ROWS)) - set(before.tolist())))
         batch = []
         for _ in range(world_size):
@@ -50,9 +50,10 @@ def draw_batches(seed: int, steps: int, world_size: int, overlap: float, size: i
 
 
 def loss_of(vectors: Tensor, ids: Tensor, step: int) -> Tensor:
-    """Not linear in the vectors, so that a row that was read too early shows."""
+    """Its gradient depends on the vectors, so that a row that was read too early shows, and has a bound."""
     target = ((ids[:, None] * 7 + torch.arange(DIM) + step) % 11).float() / 11
-    return ((vectors - target).square() * (1 + (ids % 3)[:, None])).sum() + vectors.pow(3).sum() / 7
+    square = (vectors - target).square()
+    return (square / (1 + square) * (1 + (ids % 3)[:, None])).sum()
 
 
 class Naive(Prioritized):
@@ -113,24 +114,27 @@ def reference(batches: list[list[Tensor]], optimizer: str) -> tuple[dict[int, by
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_three_ways_to_the_same_bits(seed: int, world_size: int, steps: int, overlap: float, size: int,
                                      optimizer: str) -> None:
-    batches = draw_batches(seed, steps, world_size, overlap, size)
+    batches = draw_batches(seed, [overlap] * steps, world_size, size)
     rows, losses = reference(batches, optimizer)
     for kind in (Blocking, Prioritized):
-        results = on_ranks(world_size, lambda transport, kind=kind: trained(transport, kind, batches, optimizer))
+        results = run_threads(world_size, lambda transport, kind=kind: trained(transport, kind, batches, optimizer))
         assert by_key(results) == rows
         assert [[result["losses"][step] for result in results] for step in range(steps)] == losses
         assert {result["steps"] for result in results} == {steps}
 
 
-@given(seed=st.integers(0, 2**20), world_size=st.integers(2, 4), optimizer=st.sampled_from(list(OPTIMIZERS)),
-       new_ids=st.sampled_from(["hashed", "zero_collision"]), overlap=st.sampled_from([0.0, 0.4, 1.0]))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**20), world_size=st.integers(1, 3), optimizer=st.sampled_from(list(OPTIMIZERS)),
+       new_ids=st.sampled_from(["hashed", "zero_collision"]), overlap=st.sampled_from([0.0, 0.4, 1.0]),
+       rows=st.sampled_from([3, 40]))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(seed=0, world_size=1, optimizer="sgd", new_ids="zero_collision", overlap=0.0, rows=3)
 def test_the_same_where_ids_share_rows_and_where_rows_are_taken_from_ids(
-        seed: int, world_size: int, optimizer: str, new_ids: str, overlap: float) -> None:
-    batches = draw_batches(seed, 9, world_size, overlap, 10 // world_size)  # never more than a partition has
-    rows = 40  # fewer than ids: four partitions of ten for zero_collision
+        seed: int, world_size: int, optimizer: str, new_ids: str, overlap: float, rows: int) -> None:
+    """Of three rows most batches take some from the batch before, whose gradients are then still to come."""
+    partition = 3 if rows == 3 else 10  # a global batch never has more ids
+    batches = draw_batches(seed, [overlap] * 9, world_size, partition // world_size)
     blocking, prioritized = (
-        on_ranks(world_size, lambda transport, kind=kind: trained(transport, kind, batches, optimizer, new_ids, rows))
+        run_threads(world_size, lambda rank, kind=kind: trained(rank, kind, batches, optimizer, new_ids, rows))
         for kind in (Blocking, Prioritized))
     assert by_key(blocking) == by_key(prioritized)
     assert [r["losses"] for r in blocking] == [r["losses"] for r in prioritized]
@@ -139,47 +143,41 @@ def test_the_same_where_ids_share_rows_and_where_rows_are_taken_from_ids(
 def test_naive_prefetch_gives_another_result() -> None:
     """Else the tests above could not see what they look for."""
     for overlap, same in ((0.0, True), (0.5, False)):
-        batches = draw_batches(1, 6, 2, overlap, 20)
+        batches = draw_batches(1, [overlap] * 6, 2, 20)
         rows, _ = reference(batches, "sgd")
-        naive = on_ranks(2, lambda transport, batches=batches: trained(transport, Naive, batches, "sgd"))
+        naive = run_threads(2, lambda transport, batches=batches: trained(transport, Naive, batches, "sgd"))
         assert (by_key(naive) == rows) == same
 
 
-def on_process(seeds: list[int], steps: int, overlaps: list[float], optimizers: list[str]) -> list[Any]:
-    """One rank's results of every case, by both schedules."""
+def on_process(overlaps: list[float]) -> list[Any]:
+    """One rank's results for each optimizer, by both schedules."""
     transport = make_transport()
-    out: list[Any] = []
-    for seed, overlap in zip(seeds, overlaps, strict=True):
-        batches = draw_batches(seed, steps, transport.world_size, overlap, 40)
-        out += [[trained(transport, kind, batches, optimizer) for kind in (Blocking, Prioritized)]
-                for optimizer in optimizers]
-    return out
+    batches = draw_batches(7, overlaps, transport.world_size, 40)
+    return [[trained(transport, kind, batches, optimizer) for kind in (Blocking, Prioritized)]
+            for optimizer in OPTIMIZERS]
 
 
-def check_processes(world_size: int, steps: int, overlaps: list[float]) -> None:
-    seeds, optimizers = list(range(len(overlaps))), list(OPTIMIZERS)
-    ranks = spawn(on_process, world_size, seeds, steps, overlaps, optimizers)
-    case = 0
-    for seed, overlap in zip(seeds, overlaps, strict=True):
-        batches = draw_batches(seed, steps, world_size, overlap, 40)
-        for optimizer in optimizers:
-            rows, losses = reference(batches, optimizer)
-            for schedule in range(2):
-                results = [rank[case][schedule] for rank in ranks]
-                assert by_key(results) == rows, (world_size, overlap, optimizer, schedule)
-                assert [list(step) for step in zip(*(r["losses"] for r in results), strict=True)] == losses
-            rate = [rank[case][1]["collision_rate"] for rank in ranks]
-            assert all(0 <= r <= 1 for r in rate) and (max(rate) > 0) == (overlap > 0)
-            case += 1
+def check_processes(world_size: int, overlaps: list[float]) -> None:
+    ranks = spawn(on_process, world_size, overlaps)
+    batches = draw_batches(7, overlaps, world_size, 40)
+    for case, optimizer in enumerate(OPTIMIZERS):
+        rows, losses = reference(batches, optimizer)
+        assert np.isfinite(losses).all()
+        for schedule in range(2):
+            results = [rank[case][schedule] for rank in ranks]
+            assert by_key(results) == rows, (world_size, optimizer, schedule)
+            assert [list(step) for step in zip(*(r["losses"] for r in results), strict=True)] == losses
+        assert all(0.2 < rank[case][1]["collision_rate"] < 0.8 for rank in ranks)
 
 
 @pytest.mark.timeout(110)
 def test_the_same_bits_in_two_processes() -> None:
-    check_processes(2, 8, [0.4])
+    check_processes(2, [0.0, 0.5, 1.0, 0.5, 0.0, 1.0])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_same_bits_after_500_steps(world_size: int) -> None:
-    check_processes(world_size, 500, [0.0, 0.05, 0.25, 0.5, 0.75, 1.0])
+    """The overlap goes from 0 to 100 % and back, a hundred steps each."""
+    check_processes(world_size, [overlap for overlap in (0.0, 1.0, 0.05, 0.7, 0.3) for _ in range(100)])

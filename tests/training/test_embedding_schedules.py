@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import on_ranks
 from torch import Tensor
 
-from semel.comm import Alone
+from semel.comm import Alone, run_threads
 from semel.training.embedding import SGD, Adam, ShardedEmbedding
 from semel.training.embedding_schedule import Blocking, Prioritized
 
@@ -116,10 +115,30 @@ def test_ranks_may_run_out_of_data_at_different_times(kind: type) -> None:
         return seen, table.steps, table.read(torch.tensor([9, 4]))
 
     start = ShardedEmbedding(1, Alone(), rows=10).read(torch.tensor([9, 4]))
-    results = on_ranks(3, train)
+    results = run_threads(3, train)
     assert [seen for seen, _, _ in results] == [3, 1, 0] and {steps for _, steps, _ in results} == {3}
     for _, _, vectors in results:
         torch.testing.assert_close(vectors, start - torch.tensor([[5.0], [1.0]]))
+
+
+@BOTH
+@pytest.mark.parametrize("new_ids", ["dense", "zero_collision"])
+def test_ranks_may_keep_no_rows_and_batches_may_be_empty(kind: type, new_ids: Any) -> None:
+    """Three rows on four ranks (zero_collision: one partition, on the first)."""
+    def train(transport: Any) -> tuple[int, Tensor]:
+        table = ShardedEmbedding(1, transport, rows=3, new_ids=new_ids, optimizer=SGD(1.0))
+        schedule = kind(table)
+        for _, vectors in schedule([torch.arange(3)[: (transport.rank + step) % 4] for step in range(4)],
+                                   ids=lambda ids: ids):
+            vectors.sum().backward()
+            schedule.step()
+        return table.rows.slots, table.read(torch.arange(3))
+
+    start = ShardedEmbedding(1, Alone(), rows=3).read(torch.arange(3))
+    slots, vectors = zip(*run_threads(4, train), strict=True)
+    assert list(slots) == ([1, 1, 1, 0] if new_ids == "dense" else [3, 0, 0, 0])
+    for read in vectors:
+        torch.testing.assert_close(read, start - torch.tensor([[12.0], [8.0], [4.0]]))
 
 
 @BOTH
@@ -142,7 +161,7 @@ def test_the_gradient_is_that_of_the_global_mean(kind: type, world_size: int) ->
         return table.read(torch.arange(12))
 
     alone = train(Alone())
-    for vectors in on_ranks(world_size, lambda transport: train(transport, world_size)):
+    for vectors in run_threads(world_size, lambda transport: train(transport, world_size)):
         torch.testing.assert_close(vectors, alone, rtol=1e-6, atol=1e-7)
 
 
@@ -163,8 +182,8 @@ def test_several_tables_each_with_their_own_ids(kind: type) -> None:
             schedule.announce({"item": torch.arange(3)})
         return {name: table.read(torch.arange(20)) for name, table in tables.items()}
 
-    results = on_ranks(2, train)
-    alone = on_ranks(2, train)
+    results = run_threads(2, train)
+    alone = run_threads(2, train)
     for result in results:
         assert all(torch.equal(result[name], alone[0][name]) for name in result)
     start = ShardedEmbedding(3, Alone(), rows=50, new_ids="zero_collision").read(torch.arange(20))

@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import on_ranks
 from torch import Tensor
 
 from semel.batch import Jagged
-from semel.comm import Alone
+from semel.comm import Alone, run_threads
 from semel.features import stable_id
 from semel.training.embedding import SGD, Adam, RowOptimizer, RowWiseAdagrad, ShardedEmbedding
 from semel.training.embedding_groups import Groups, plain_sums, plain_write
@@ -90,7 +89,7 @@ def test_a_row_starts_the_same_whoever_keeps_it_and_whenever_it_comes(new_ids: s
 
     first = read(Alone(), ids)
     for world_size in (2, 3):
-        for vectors in on_ranks(world_size, lambda transport: read(transport, ids.flip(0))):
+        for vectors in run_threads(world_size, lambda transport: read(transport, ids.flip(0))):
             assert torch.equal(vectors, first)
 
 
@@ -264,10 +263,10 @@ def test_four_ranks_save_and_any_number_goes_on(tmp_path: Path, new_ids: str, ki
         learn(table, whole, kind)
         return table.read(torch.arange(60))
 
-    on_ranks(4, save)
+    run_threads(4, save)
     expected = without_stop(Alone())
     for world_size in (1, 2, 3):
-        for steps, vectors in on_ranks(world_size, go_on):
+        for steps, vectors in run_threads(world_size, go_on):
             assert steps == 12 and torch.equal(vectors, expected)
 
 
