@@ -152,6 +152,7 @@ class _Following:
         self.resumed: tuple[str, dict[str, Any]] | None = None
         self.at: tuple[str, RequestLoader] | None = None  # the file that is trained on, and where in it
         self.total, self.window = (NormalizedEntropy(), AUC()), _Sums()
+        self.saved = 0                      # the step of the last checkpoint
         self.version = ""
         self.seconds, self.since = 0.0, time.perf_counter()
 
@@ -173,6 +174,8 @@ class _Following:
                         idle_since = time.monotonic()
                 if self.ranks.any(self.follower._stop.is_set()):
                     self._interrupt()
+                if self.step != self.saved:
+                    self._save()
                 over = until_idle is not None and time.monotonic() - idle_since >= until_idle
                 if self.ranks.any(over and self.ranks.rank == 0):
                     break
@@ -287,6 +290,7 @@ class _Following:
         sums = {"total": self.total, "window": (self.ranks.sum_metric(self.window.ne),
                                                 self.ranks.sum_metric(self.window.auc))}
         samples = int(self.ranks.sum([self.window.samples])[0])
+        self.saved = self.step
         if self.ranks.rank:
             return
         self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features, self.recipe.name)
@@ -316,7 +320,8 @@ class _Following:
         if self.ranks.rank == 0:  # what all ranks had counted
             self.window.ne, self.window.auc = sums(NormalizedEntropy, "window.ne."), sums(AUC, "window.auc.")
             self.window.samples = state["samples"]
-        self.step, self.seconds, self.version = state["step"], state["seconds"], state["version"]
+        self.step = self.saved = state["step"]
+        self.seconds, self.version = state["seconds"], state["version"]
         self.done = list(state["done"])
         self.begun = set(self.done)
         if state["file"] is not None:

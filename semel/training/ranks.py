@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 HEARTBEAT_S = 5.0
-"""How often rank 0 tells the others that it is still at what they wait for."""
+"""How often a rank tells the others that it is still at what they wait for."""
 
 
 class Ranks:
@@ -77,7 +77,7 @@ class Ranks:
         """A JSON value of each rank, by rank."""
         if not self._dist:
             return [value]
-        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        data = torch.from_numpy(np.frombuffer(json.dumps(value).encode(), np.uint8).copy())
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(data)
         self._call(self._dist.all_reduce, sizes, group=self._host)
@@ -85,26 +85,28 @@ class Ranks:
         padded[: len(data)] = data
         out = [torch.empty_like(padded) for _ in range(self.world_size)]
         self._call(self._dist.all_gather, out, padded, group=self._host)
-        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(out, sizes.tolist(), strict=True)]
+        return [json.loads(part[:size].numpy().tobytes()) for part, size in zip(out, sizes.tolist(), strict=True)]
 
     def first(self, make: Callable[[], Any]) -> Any:
         """``make()`` on rank 0, its JSON value on all."""
         return self.gather(make() if self.rank == 0 else None)[0]
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """``make()`` on every rank, rank 0 before the others: what it leaves on disk they find. However long it takes,
-        the others hear from rank 0 (a group takes a rank that says nothing for lost)."""
+        """``make()`` on every rank, rank 0 before the others: what it leaves on disk they find."""
+        first = self.at_once(make if self.rank == 0 else None)
+        others = self.at_once(make if self.rank else None)
+        return first if self.rank == 0 else others  # type: ignore[return-value]
+
+    def at_once(self, make: Callable[[], T] | None) -> T | None:
+        """``make()`` on every rank that has something to make, and no rank goes on before all are done. However long
+        one takes, the others hear from it: a rank that says nothing is taken for lost."""
         if not self._dist:
-            return make()
-        if self.rank:
-            while not self.any(False):
+            return make() if make else None
+        with ThreadPoolExecutor(1, "semel-make") as thread:
+            made = thread.submit(make) if make else None
+            while self.any(made is not None and not wait([made], timeout=HEARTBEAT_S).done):
                 pass
-            return make()
-        with ThreadPoolExecutor(1, "semel-first") as thread:
-            made = thread.submit(make)
-            while not self.any(bool(wait([made], timeout=HEARTBEAT_S).done)):
-                pass
-        return made.result()
+        return made.result() if made else None
 
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
         try:

@@ -13,7 +13,8 @@ from semel.training.recipe import Recipe
 @dataclass(frozen=True)
 class Run:
     """``path`` holds ``recipe.json``, the best model (``model.json`` and weights), ``run.json`` (how it went),
-    ``metrics.jsonl`` (learning curves), ``tensorboard/`` and ``checkpoints/``."""
+    ``metrics.jsonl`` (learning curves), ``timeline.json`` (where the last steps' time went), ``tensorboard/`` and
+    ``checkpoints/``."""
 
     path: Path
     recipe: Recipe
@@ -32,7 +33,8 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of ``metrics.jsonl``: ``{"kind": "train", step, epoch, loss, samples_per_s, wait_s}`` and
+        """Lines of ``metrics.jsonl``: ``{"kind": "train", step, epoch, loss, samples_per_s, wait_s,
+        seconds}`` (of a step, by stage and bubble) and
         ``{"kind": "validation", step, epoch, ...}``."""
         file = self.path / "metrics.jsonl"
         if not file.exists():

@@ -95,7 +95,7 @@ class Trainer:
             torch.manual_seed(recipe.seed)
             objective = ranks.in_turn(lambda: make_objective(recipe, ranks))
             try:
-                model = objective.make_model()
+                model = ranks.at_once(objective.make_model)
                 if resume is None:
                     run = Run(Path(ranks.first(lambda: str(new_run(recipe)))), recipe)
                 _Loop(self, run, objective, model, ranks).go(resume is not None)
