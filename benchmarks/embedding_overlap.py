@@ -34,8 +34,7 @@ import torch
 from torch import Tensor
 
 from semel.comm import Collective, Throttled, spawn
-from semel.training.embedding import RowWiseAdagrad, ShardedEmbedding
-from semel.training.embedding_schedule import Blocking, Prioritized
+from semel.training.embedding import Blocking, Prioritized, RowWiseAdagrad, ShardedEmbedding
 
 SHARES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
 STEPS = 8

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from semel.comm import Collective, spawn
-from semel.training.embedding import SGD, RowOptimizer, RowWiseAdagrad, ShardedEmbedding
-from semel.training.embedding_schedule import Blocking
+from semel.training.embedding import SGD, Blocking, RowOptimizer, RowWiseAdagrad, ShardedEmbedding
 
 STEPS = 10
 LENGTH = 128

@@ -4,17 +4,17 @@ never".
     python -m benchmarks.freescale [--ranks 256] [--requests 128] [--steps 4] [--length 21000] [--json FILE]
 
 The code that decides is the trainer's own: ``balance.equal_count`` says which rank computes which request, and
-``Blocking`` or ``Prioritized`` run as they are, in a thread a rank, over small tables; only time is simulated. Each rank
-has two clocks, of its loop and of its schedule's thread. A computation moves the loop's by what its requests cost; an
-exchange starts when the last rank has come and moves all clocks by ``latency + bytes / bandwidth`` of the fullest rank.
+``Blocking`` or ``Prioritized`` run as they are, in a thread a rank, over small tables; only time is simulated. Each
+rank has two clocks, of its loop and of its schedule's thread. A computation moves the loop's by what its requests cost;
+an exchange starts when the last rank has come and moves all clocks by ``latency + bytes / bandwidth`` of the fullest.
 
 Stated, for one step of H100s: histories log-normal, median 3,000, sigma 1.2, cut at ``--length``; a request of length L
 costs 5,000 L + L^2 (projections and attention equal at 5,000 events), scaled so that the mean rank computes 450 ms
-without anything else; forward is a third of it. Ids over a catalogue of 100 million items with popularity ~ rank^-0.85,
-as many as the requests have events, at 1 / ``SCALE`` of their number: bytes count ``SCALE`` times. A network of
-25 GB/s a rank (InfiniBand, 200 Gb/s, as published) at 70 %, 20 us a message; rows of 384 float32, with which blocking is
-about as exposed as published. FreeScale's own figures (arXiv 2604.24073): 22 % of a step idle before, 2.4 % after; 111 ms
-of exposed exchange at 8K, 13 after; bubbles -90.3 % on 256 H100.
+without anything else; forward is a third of it. Ids over a catalogue of 100 million items with popularity
+~ rank^-0.85, as many as the requests have events, at 1 / ``--scale`` of their number: bytes count ``--scale`` times. A
+network of 25 GB/s a rank (InfiniBand, 200 Gb/s, as published) at 70 %, 20 us a message; rows of 384 float32, with which
+blocking is about as exposed as published. FreeScale's own figures (arXiv 2604.24073): 22 % of a step idle before, 2.4 %
+after; 111 ms of exposed exchange at 8K, 13 after; bubbles -90.3 % on 256 H100.
 
     straggler   the mean rank's wait for the slowest, before an exchange or the sum of dense gradients
     exposed     what the loop waits for exchanges of embeddings
@@ -40,9 +40,9 @@ from torch import Tensor
 from benchmarks.balance import cost_of, draw_lengths
 from semel.comm import Handle, Transport, run_threads
 from semel.comm.interface import Done
-from semel.training import balance, embedding_schedule
-from semel.training.embedding import RowWiseAdagrad, ShardedEmbedding
-from semel.training.embedding_schedule import Blocking, Prioritized
+from semel.training import balance
+from semel.training.embedding import Blocking, Prioritized, RowWiseAdagrad, ShardedEmbedding
+from semel.training.embedding import schedule as embedding_schedule
 
 COMPUTE_S, FORWARD = 0.45, 1 / 3
 BANDWIDTH, LATENCY = 25e9 * 0.7, 20e-6
@@ -103,7 +103,7 @@ class Clocked:
         self.clock.move(ready, ready + LATENCY + most / BANDWIDTH)
 
     def barrier(self) -> None:
-        """Dense gradients: their sum waits for the slowest; what it takes itself is hidden or not, but never changes."""
+        """Dense gradients: their sum waits for the slowest; how long it takes itself is the same in all cases."""
         every = self.transport.all_gather(torch.tensor([self.clock.loop], dtype=torch.float64)).wait()
         ready = float(every.max())
         self.clock.move(ready, ready)
@@ -187,9 +187,8 @@ def simulate(options: dict[str, Any], balanced: bool, kind: Any) -> dict[str, fl
         link = Clocked(transport, clock, options["scale"])
         table = ShardedEmbedding(options["dim"], link, rows=rows, optimizer=RowWiseAdagrad(0.01))
         schedule = kind(table)
-        step = 0
         own = [batch[transport.rank] for batch in ids]
-        for _, vectors in schedule(own, ids=lambda batch: batch):
+        for step, (_, vectors) in enumerate(schedule(own, ids=lambda batch: batch)):
             for share in (FORWARD, 1 - FORWARD):
                 clock.loop += share * seconds[step, transport.rank]
             clock.busy += seconds[step, transport.rank]
@@ -197,7 +196,6 @@ def simulate(options: dict[str, Any], balanced: bool, kind: Any) -> dict[str, fl
             schedule.step()
             link.barrier()
             clock.marks.append((clock.loop, clock.straggler, clock.exposed))
-            step += 1
         report = schedule.report.steps[WARM:]
         return sum(one.collisions for one in report) / max(sum(one.rows for one in report), 1)
 

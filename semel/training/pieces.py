@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semel.batch import offsets_of
 from semel.models.randomness import drawing_from
+from semel.training import balance as partitions
 
 
 def cut_evenly(cost: np.ndarray, pieces: int) -> list[tuple[int, int]]:
@@ -27,6 +29,17 @@ def cut_evenly(cost: np.ndarray, pieces: int) -> list[tuple[int, int]]:
     edges -= (edges > 0) & (targets - total[np.maximum(edges - 1, 0)] < total[edges] - targets)
     bounds = np.unique(np.concatenate([[0], edges, [len(cost)]]))
     return [(int(a), int(b)) for a, b in pairwise(bounds)]
+
+
+def share_out(cost: np.ndarray, pieces: int, balance: str) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """[rows] costs -> an order of the rows, and at most ``pieces`` runs of it, none empty. ``balance`` "none" leaves
+    rows where they are (``cut_evenly``), a partition of ``semel.training.balance`` says which row is whose: ranks share
+    the pieces out, so that what is balanced over pieces is balanced over ranks, however many there are."""
+    if balance == "none" or not len(cost):
+        return np.arange(len(cost)), cut_evenly(cost, pieces)
+    piece = getattr(partitions, balance)(cost, pieces)
+    edges = offsets_of(np.bincount(piece, minlength=pieces))
+    return np.argsort(piece, kind="stable"), [(int(a), int(b)) for a, b in pairwise(edges) if b > a]
 
 
 class Workers:

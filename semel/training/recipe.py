@@ -78,8 +78,9 @@ class Recipe:
     the mean over their samples. ``accumulate_tokens``: an update is made of successive batches while they keep history
     events + candidates within so many (None: of one batch). ``precision``: in which numbers the model computes;
     weights, gradients and losses are float32. ``overlap``: prepare the next batches while one computes (the losses are
-    the same). ``balance``: how ranks exchange requests so that none waits for the longest histories
-    (``semel.training.balance``)."""
+    the same). ``balance``: which rank and thread computes which request, so that none waits for the longest
+    histories: a partition of ``semel.training.balance`` by cost, where t events and candidates cost
+    ``t + quadratic t^2``; "none" leaves requests in their order and cuts it evenly."""
 
     name: str
     features: FeatureSpec = FeatureSpec()
@@ -96,7 +97,8 @@ class Recipe:
     accumulate_tokens: int | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     overlap: bool = True
-    balance: Literal["none", "equal_count", "equal_cost", "zigzag", "segments"] = "none"
+    balance: Literal["none", "equal_count", "equal_cost", "zigzag", "segments", "karmarkar_karp", "lpt"] = "none"
+    quadratic: float = 0.0
     store: str = "./store"
     out: str = "./runs"
 
@@ -106,6 +108,9 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"recipe {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
+
+        if not 0 <= self.quadratic < float("inf"):
+            raise ValueError(f"recipe {self.name!r}: quadratic must be 0 or more and finite, got {self.quadratic}")
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -7,6 +7,7 @@ ranks there are: two ranks with a piece each compute what one rank with two piec
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from semel.examples.order import token_cuts
+from semel.training.cost import CostModel
 from semel.training.loops import Stage
 from semel.training.objectives import Computed, Loader
-from semel.training.pieces import Workers, add, cut_evenly
+from semel.training.pieces import Workers, add, cut_evenly, share_out
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
 from semel.training.schedule import rate_at
@@ -42,6 +44,7 @@ class Update:
     batches: list[np.ndarray]
     done: float
     rows: list[Any] = field(default_factory=list)
+    costs: list[np.ndarray] = field(default_factory=list)
     runs: list[list[tuple[int, int]]] = field(default_factory=list)
     pieces: list[int] = field(default_factory=list)
     counts: np.ndarray | None = None   # of this rank's rows; from the first forward on of all ranks'
@@ -100,6 +103,9 @@ class StepStages:
         self.pieces = max(recipe.pieces, ranks.world_size)
         self.step = 0
         self.stopping = False
+        self.observed: list[list[float]] = []
+        """Of each batch, what this rank's part was (``CostModel.features``) and the seconds that it computed."""
+        self._seconds = 0.0
 
     def stages(self) -> list[Stage]:
         """In order; exchange, embed and score only where there is something to do."""
@@ -118,12 +124,16 @@ class StepStages:
         update = work.update
         if work.number == 0:  # all of the update's rows: over how much its loss is a mean is known before the first
             for number, batch in enumerate(update.batches):
-                runs = cut_evenly(update.loader.costs(batch), self.pieces)
+                tokens = update.loader.costs(batch)
+                order, runs = share_out(tokens + self.recipe.quadratic * tokens.astype(np.float64) ** 2, self.pieces,
+                                        self.recipe.balance)
+                batch, tokens = batch[order], tokens[order]
                 mine = np.array_split(np.arange(len(runs)), self.ranks.world_size)[self.ranks.rank]
                 own = [runs[i] for i in mine]
                 first, stop = (own[0][0], own[-1][1]) if own else (0, 0)
                 update.pieces.append(number * self.pieces + int(mine[0]) if own else 0)
                 update.rows.append(update.loader.read(batch[first:stop]))
+                update.costs.append(CostModel.features(tokens[first:stop]))
                 update.runs.append([(a - first, b - first) for a, b in own])
                 update.counts = self.objective.counts(update.rows[-1]) + (0 if update.counts is None else update.counts)
         work.rows, work.runs = update.rows[work.number], update.runs[work.number]
@@ -158,9 +168,11 @@ class StepStages:
         shares = {number: np.divide(self.objective.counts(piece), counts, out=np.zeros_like(counts), where=counts > 0)
                   for number, piece in work.pieces}
         self.model.train()
+        began = time.perf_counter()
         work.losses = self.workers.losses(
             [(number, (piece, shares[number])) for number, piece in work.pieces], self.step,
             lambda piece, source: self._loss(piece[0], source, piece[1]))
+        self._seconds = time.perf_counter() - began
         values = torch.stack([loss.detach() for loss in work.losses]) if work.losses else torch.zeros(1)
         update.loss = values.sum() if update.loss is None else update.loss + values.sum()
         if not torch.isfinite(values).all():
@@ -176,7 +188,9 @@ class StepStages:
 
     def _backward(self, work: Work) -> None:
         update = work.update
+        began = time.perf_counter()
         update.gradients = add(update.gradients, self.workers.gradients(self.parameters, work.losses))
+        self.observed.append([*update.costs[work.number], self._seconds + time.perf_counter() - began])
         work.losses = []
 
     def _update(self, work: Work) -> None:

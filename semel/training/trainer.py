@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from semel.models import save_model
 from semel.training import loops
 from semel.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from semel.training.cost import TERMS, CostModel
 from semel.training.curves import Curves
 from semel.training.objectives import Objective, make_objective
 from semel.training.pieces import Workers
@@ -88,8 +90,6 @@ class Trainer:
                          if name not in ("out", "epochs", "store", "overlap") and value != recipe.to_json()[name]]
             if different:
                 raise ValueError(f"{resume} was trained with another {different[0]!r}; resume it with its own recipe")
-        if recipe.balance != "none":
-            raise ValueError(f"balance={recipe.balance!r}: this version cannot exchange requests yet; set 'none'")
         ranks = Ranks()
         with torch.random.fork_rng(devices=[]), OnSigterm(self.stop):
             torch.manual_seed(recipe.seed)
@@ -194,7 +194,25 @@ class _Loop:
                     if stop:
                         self.curves.trace(self.timeline)
                         raise Interrupted(f"stopped at step {self.step}; resume {self.run.path} to go on")
+            self._judge_balance(step.observed)
         self.epoch += 1
+
+    def _judge_balance(self, observed: list[list[float]]) -> None:
+        """One line an epoch: how idle ranks were, and what a request costs as far as their times tell."""
+        if self.ranks.world_size == 1:
+            return
+        parts = np.array(self.ranks.gather(observed))  # [ranks, batches, features and seconds]
+        features, seconds = parts[..., :-1], parts[..., -1]
+        model = CostModel()
+        for step in range(parts.shape[1]):
+            model.observe(features[:, step], seconds[:, step])
+        model.fit()
+        loads = {"tokens": features[..., 0], "cost": features @ [getattr(model, term) for term in TERMS],
+                 "time": seconds}
+        idle = {f"idle_{name}": float(np.mean(1 - load.mean(0) / np.maximum(load.max(0), 1e-300)))
+                for name, load in loads.items()}
+        self.curves.record({"kind": "balance", "step": self.step, "epoch": self.epoch, **idle,
+                            "cost": model.describe()})
 
     def _report(self, loss: float, rate: float, total: int) -> None:
         if not self.chief:

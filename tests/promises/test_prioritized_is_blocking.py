@@ -17,10 +17,9 @@ from torch import Tensor
 
 from semel.comm import run_threads, spawn
 from semel.comm.transport import transport as make_transport
-from semel.training.embedding import SGD, Adam, RowWiseAdagrad, ShardedEmbedding
-from semel.training.embedding_exchange import answer, together
-from semel.training.embedding_reference import ReferenceEmbedding
-from semel.training.embedding_schedule import Blocking, Prioritized
+from semel.training.embedding import SGD, Adam, Blocking, Prioritized, RowWiseAdagrad, ShardedEmbedding
+from semel.training.embedding.exchange import answer, together
+from semel.training.embedding.reference import ReferenceEmbedding
 
 DIM = 5
 ROWS = 97

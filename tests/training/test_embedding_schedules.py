@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from semel.comm import Alone, run_threads
-from semel.training.embedding import SGD, Adam, ShardedEmbedding
-from semel.training.embedding_schedule import Blocking, Prioritized
+from semel.training.embedding import SGD, Adam, Blocking, Prioritized, ShardedEmbedding
 
 BOTH = pytest.mark.parametrize("kind", [Blocking, Prioritized])
 

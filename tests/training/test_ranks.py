@@ -20,6 +20,7 @@ from semel.training import Interrupted, Ranks, Run, Trainer, parallelize
 pytestmark = pytest.mark.timeout(400)  # of what all of them wait for: processes that start
 KINDS = ("sequence_ranker", "next_item")
 OTHER = {"pieces": 4, "batch": 3, "accumulate_tokens": 150}
+BALANCED = {"balance": "equal_cost", "quadratic": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def train_all(store, out):
     for kind in KINDS:
         found[kind] = str(Trainer(make_recipe(store, out, kind)).fit().path)
     found["other"] = str(Trainer(make_recipe(store, out, **OTHER)).fit().path)
+    found["balanced"] = str(Trainer(make_recipe(store, out, **BALANCED)).fit().path)
 
     trainer = Trainer(make_recipe(store, out, checkpoint_steps=7))
     trainer.on_progress = lambda progress: trainer.stop() if progress.step >= 20 else None  # on rank 0 alone
@@ -99,15 +101,27 @@ def two(store, tmp_path_factory):
 def test_two_ranks_with_a_piece_each_give_the_bits_of_one_with_two(store, two, tmp_path, kind):
     alone, together = Trainer(make_recipe(store, tmp_path, kind)).fit(), Run.open(two[0][kind])
     assert two[1][kind] == two[0][kind]
-    assert curve(together) == curve(alone)
+    assert [line for line in curve(together) if line[0] != "balance"] == curve(alone)
     assert figures(together) == pytest.approx(figures(alone), rel=1e-6)
     assert load_model(together.path).version == load_model(alone.path).version
     assert together.summary["ranks"] == 2 and len(list((together.path / "tensorboard").iterdir())) == 1
 
 
+def test_balanced_ranks_give_the_bits_of_balanced_pieces(store, two, tmp_path):
+    alone, together = Trainer(make_recipe(store, tmp_path, **BALANCED)).fit(), Run.open(two[0]["balanced"])
+    assert [line for line in curve(together) if line[0] != "balance"] == curve(alone)
+    assert load_model(together.path).version == load_model(alone.path).version
+    lines = {path: [line for line in Run.open(two[0][path]).metrics if line["kind"] == "balance"]
+             for path in ("balanced", "sequence_ranker")}
+    for found in lines.values():
+        assert len(found) == 2 and all(0 <= line[f"idle_{name}"] < 1 for line in found
+                                       for name in ("tokens", "cost", "time"))
+        assert found[0]["cost"].startswith("cost model")
+
+
 def test_more_pieces_and_accumulated_batches_agree_within_float_order(store, two, tmp_path):
     alone, together = Trainer(make_recipe(store, tmp_path, **OTHER)).fit(), Run.open(two[0]["other"])
-    assert [line[:2] for line in curve(alone)] == [line[:2] for line in curve(together)]
+    assert [line[:2] for line in curve(alone)] == [line[:2] for line in curve(together) if line[0] != "balance"]
     assert [line[2] for line in curve(together) if line[2]] == pytest.approx(
         [line[2] for line in curve(alone) if line[2]], rel=1e-5)
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from semel.batch import Jagged
 from semel.comm import Alone, run_threads
 from semel.features import stable_id
-from semel.training.embedding import SGD, Adam, RowOptimizer, RowWiseAdagrad, ShardedEmbedding
-from semel.training.embedding_groups import Groups, plain_sums, plain_write
-from semel.training.embedding_rows import ZeroCollisionRows, initial_rows, mix
-from semel.training.embedding_schedule import Blocking, Prioritized
+from semel.training.embedding import SGD, Adam, Blocking, Prioritized, RowOptimizer, RowWiseAdagrad, ShardedEmbedding
+from semel.training.embedding.groups import Groups, plain_sums, plain_write
+from semel.training.embedding.rows import ZeroCollisionRows, initial_rows, mix
 
 OPTIMIZERS: list[RowOptimizer] = [SGD(0.3), RowWiseAdagrad(0.2), Adam(0.1)]
 

@@ -195,6 +195,17 @@ def test_the_plain_loop_gives_the_losses_of_the_overlapped_one(store, tmp_path, 
     assert load_model(runs[0].path).version == load_model(runs[1].path).version
 
 
+@pytest.mark.parametrize("balance", ["equal_count", "equal_cost", "zigzag", "segments", "karmarkar_karp", "lpt"])
+@pytest.mark.parametrize("kind", ["sequence_ranker", "next_item"])
+def test_balanced_pieces_give_the_losses_of_unbalanced_ones(store, tmp_path, kind, balance):
+    plain = without_draws(recipe(store, tmp_path, kind, epochs=1, pieces=3))
+    if kind == "next_item":  # its negatives are drawn piece by piece: all items are the same whatever the pieces
+        plain = override(plain, {"model.negatives": 0})
+    alone = Trainer(plain).fit()
+    balanced = Trainer(dataclasses.replace(plain, balance=balance, quadratic=0.01)).fit()
+    assert losses(balanced) == pytest.approx(losses(alone), rel=1e-5)
+
+
 def test_a_run_says_where_its_time_went(store, tmp_path):
     seen = []
     run = Trainer(recipe(store, tmp_path, epochs=1), on_progress=seen.append).fit()

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from semel.comm.worker import Worker
-from semel.training.embedding import ShardedEmbedding
-from semel.training.embedding_exchange import Batch, Part, answer, ask, compare, give, together
+from semel.training.embedding.exchange import Batch, Part, answer, ask, compare, give, together
+from semel.training.embedding.table import ShardedEmbedding
 
 Example = TypeVar("Example")
 Vectors = Any  # Tensor, or dict[str, Tensor] where the schedule has several tables

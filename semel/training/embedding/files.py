@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from semel.training.embedding import ShardedEmbedding
+    from semel.training.embedding.table import ShardedEmbedding
 
 FORMAT_VERSION = 1
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semel.training.embedding_rows import initial_rows
-from semel.training.embedding_update import RowOptimizer
+from semel.training.embedding.rows import initial_rows
+from semel.training.embedding.update import RowOptimizer
 
 
 class ReferenceEmbedding:

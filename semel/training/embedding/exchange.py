@@ -2,7 +2,7 @@
 
 ``ask``: each distinct id goes to its owner. ``answer``: owners send rows. ``give``: gradients, summed by distinct id,
 go to the owners, who sum them over ranks in the order of ranks and update. ``compare``: owners find out which rows two
-batches share. A schedule is an order of these (``semel.training.embedding_schedule``).
+batches share. A schedule is an order of these (``semel.training.embedding.schedule``).
 
 Each is a generator that yields where it would wait for bytes, so that those of several tables can run in lockstep
 (``together``): the messages of all tables are under way before the first is waited for.
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from semel.training.embedding_groups import Groups
+from semel.training.embedding.groups import Groups
 
 if TYPE_CHECKING:
-    from semel.training.embedding import ShardedEmbedding
+    from semel.training.embedding.table import ShardedEmbedding
 
 Result = TypeVar("Result")
 Exchange: TypeAlias = Generator[None, None, Result]

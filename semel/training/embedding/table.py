@@ -1,7 +1,7 @@
 """An embedding table too large for one process: its rows are shared by all ranks, each trains on its own batch.
 
 A table holds no ``nn.Parameter``, and DDP does not see it: its rows are asked for, and updated, by a schedule
-(``semel.training.embedding_schedule``: ``Blocking`` or ``Prioritized``), in which the optimizer's step is part of
+(``semel.training.embedding.schedule``: ``Blocking`` or ``Prioritized``), in which the optimizer's step is part of
 taking gradients in. What reaches a row is the *sum* over ranks of ``gradient_scale`` times the gradients of its
 vectors, see there. ``docs/embedding.md`` explains it all with a drawing.
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from semel.batch import Jagged
 from semel.features import stable_id
-from semel.training.embedding_exchange import by_owner
-from semel.training.embedding_groups import Groups
-from semel.training.embedding_rows import initial_rows, rows_policy
-from semel.training.embedding_update import SGD, Adam, RowOptimizer, RowWiseAdagrad
+from semel.training.embedding.exchange import by_owner
+from semel.training.embedding.groups import Groups
+from semel.training.embedding.rows import initial_rows, rows_policy
+from semel.training.embedding.update import SGD, Adam, RowOptimizer, RowWiseAdagrad
 
 if TYPE_CHECKING:
     from semel.comm import Transport
@@ -160,13 +160,13 @@ class ShardedEmbedding:
         self.rows = fresh
 
     def save(self, folder: str | Path) -> None:
-        """All ranks together, into a new or an old folder that all of them see (``embedding_files``)."""
-        from semel.training.embedding_files import save_table
+        """All ranks together, into a new or an old folder that all of them see (``files``)."""
+        from semel.training.embedding.files import save_table
 
         save_table(self, Path(folder))
 
     def load(self, folder: str | Path) -> None:
         """What any number of ranks saved. All ranks together."""
-        from semel.training.embedding_files import load_table
+        from semel.training.embedding.files import load_table
 
         load_table(self, Path(folder))
