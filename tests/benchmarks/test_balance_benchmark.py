@@ -29,6 +29,7 @@ def test_what_was_asked_is_held_against_figures():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_steps_are_measured_and_processes_run():
     from benchmarks import balance_steps
 

@@ -207,6 +207,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_example_of_the_docs_exchanges_whole_histories(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "balance.md").read_text()
     (tmp_path / "example.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0] + EXAMPLE)
