@@ -23,7 +23,7 @@ from semel.comm import Transport, jagged
 from semel.comm.worker import Worker
 from semel.examples.rows import concat_rows
 from semel.features import stable_id
-from semel.training.packing import Layout, Packed, pack, unpack
+from semel.training.packing import LENGTHS, Layout, Packed, pack, unpack
 
 if TYPE_CHECKING:
     from semel.history import HistoryStore, Projection
@@ -138,6 +138,7 @@ class Exchange(Generic[Rows]):
         except Exception as raised:
             error = raised
         world = self._gather(own, error)
+        _check_alike([self._layouts[key] for key in np.unique(world.layouts[world.source]).tolist()])
         ranks = self._assign(world)
         received, offsets, layouts = self._move(world, own, ranks)
         taken = self._unpack(received, offsets, layouts)
@@ -213,19 +214,10 @@ class Exchange(Generic[Rows]):
             return unpack(self._own_layout or self._layouts[min(self._layouts)], values, offsets)  # type: ignore[return-value]
         if len(kinds) == 1:
             return unpack(self._layouts[int(kinds[0])], values, offsets)  # type: ignore[return-value]
-        parts, places = [], []
-        for kind in kinds.tolist():
-            rows = np.flatnonzero(layouts == kind)
-            part = unpack(self._layouts[kind], *jagged.permute(values, offsets, rows))
-            if not isinstance(part, RequestRows):
-                raise ValueError("the batches of different ranks have different columns or types: "
-                                 f"{_difference(*(self._layouts[int(kind)] for kind in kinds[:2]))}")
-            parts.append(part)
-            places.append(rows)
-        if any(set(part.context) != set(parts[0].context) for part in parts):
-            raise ValueError("the requests of different ranks have different context columns: "
-                             f"{sorted(parts[0].context)} and {sorted(parts[1].context)}")
-        return concat_rows(parts).select(np.argsort(np.concatenate(places)))  # type: ignore[return-value]
+        places = [np.flatnonzero(layouts == kind) for kind in kinds]
+        parts = [unpack(self._layouts[int(kind)], *jagged.permute(values, offsets, rows))
+                 for kind, rows in zip(kinds, places, strict=True)]
+        return concat_rows(parts).select(np.argsort(np.concatenate(places)))  # type: ignore[arg-type, return-value]
 
 
 @dataclass(frozen=True)
@@ -291,10 +283,19 @@ def _layout_id(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def _difference(one: Layout, other: Layout) -> str:
-    """The first column that the two do not share."""
-    fields = sorted(set(one.fields) ^ set(other.fields), key=lambda field: field.name)
-    return ", ".join(f"{field.name} ({field.tensor or field.dtype})" for field in fields[:2])
+def _check_alike(layouts: list[Layout]) -> None:
+    """Raises ValueError, on all ranks, where requests of different ranks cannot be put together: request rows may
+    differ in types (a null makes an object of a number), batches may not."""
+    for other in layouts[1:]:
+        fields = sorted(set(layouts[0].fields) ^ set(other.fields), key=lambda field: field.name)
+        if layouts[0].kind == "batch" or other.kind == "batch":
+            some = ", ".join(f"{field.name} ({field.tensor or field.dtype})" for field in fields[:2])
+            raise ValueError(f"the batches of different ranks have different columns or types: {some}")
+        contexts = [{f.name for f in layout.fields if f.name.startswith("context.")} for layout in (layouts[0], other)]
+        for name in sorted(contexts[0] ^ contexts[1]):
+            if not name.endswith(LENGTHS):
+                raise ValueError("the requests of different ranks have different context columns: only some have "
+                                 f"{name}")
 
 
 def _idle(costs: np.ndarray, ranks: np.ndarray, world_size: int) -> float:
