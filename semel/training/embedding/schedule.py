@@ -90,7 +90,8 @@ class Schedule(Generic[Example]):
     """
 
     def __init__(self, tables: ShardedEmbedding | Mapping[str, ShardedEmbedding], gradient_scale: float = 1.0) -> None:
-        self.tables = {ONE: tables} if isinstance(tables, ShardedEmbedding) else dict(tables)
+        # By name: all ranks must send for their tables in one order.
+        self.tables = {ONE: tables} if isinstance(tables, ShardedEmbedding) else dict(sorted(tables.items()))
         self.gradient_scale = gradient_scale
         self.report = Report()
         self._vectors: dict[str, Tensor] | None = None
@@ -144,7 +145,8 @@ class Schedule(Generic[Example]):
         return self._vectors[ONE] if ONE in self._vectors else dict(self._vectors)
 
     def step(self) -> None:
-        """Updates the rows of the batch by the gradients of its vectors (none: zeros), each row once."""
+        """Updates the rows of the batch by the gradients of its vectors (none: zeros), each row once. The gradients are
+        read later, too: they must not be changed in place."""
         self._end({name: torch.zeros_like(vectors) if vectors.grad is None else vectors.grad.contiguous()
                    for name, vectors in (self._vectors or {}).items()})
 
