@@ -46,7 +46,7 @@ def overlapped(stages: Sequence[Stage], items: Iterable[W], timeline: Timeline, 
     comes out at its batch.
     """
     early, late = [s for s in stages if s.ahead], [s for s in stages if not s.ahead]
-    threads = [ThreadPoolExecutor(1, f"semel-{stage.name}") for stage in early]
+    threads = [ThreadPoolExecutor(1, f"semel-stage-{stage.name}") for stage in early]
     waiting: deque[Future[W]] = deque()
 
     def begin(work: W) -> Future[W]:

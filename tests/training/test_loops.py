@@ -59,7 +59,7 @@ def test_what_was_begun_is_finished_when_the_consumer_stops():
     loop.close()
     for name in ("read", "materialize"):
         assert [n for stage, n, _ in log if stage == name] == list(range(6))  # 2 computed, 4 more begun
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("semel-read")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("semel-stage-")]
 
 
 @pytest.mark.parametrize("loop", [plain, overlapped])
