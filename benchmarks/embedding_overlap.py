@@ -16,8 +16,9 @@ of the slower process; medians over steps; blocking and prioritized take turns, 
 
 The last row draws ids as a site would: a history of 8,192 events a process, over a catalogue of 100 million items with
 popularity ~ rank^-0.85. Its collision share is what comes out; the issue asks for 8 times less exposed where it is at
-most 8 %. Two exchanges a step are always exposed: about 2.5 ms here, half of it gloo's own time on the loopback. On a
-busy machine threads wake late, which such small times do not survive: start it with ``chrt -f 5`` there.
+most 8 %. Two exchanges a step are always exposed: about 2.5 ms here beyond the link, 1 ms of it gloo's own time on the
+loopback. On a busy machine threads wake late, and the bound is missed; ``chrt -f 5`` (root) takes that out of the
+figures at the cost of whatever else runs there: say so beside them.
 """
 
 from __future__ import annotations
