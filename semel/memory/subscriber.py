@@ -34,6 +34,10 @@ class Position:
     sequence: int
 
 
+class _Vanished(DeltaGap):
+    """A record was listed and could not be read."""
+
+
 class _Table:
     """A memory, how far it is, and how many read it just now."""
 
@@ -59,6 +63,7 @@ class DeltaSubscriber:
         self.error: Exception | None = None
         self._tables: list[_Table] = []
         self._between: list[tuple[Position, list[Changes]]] = []  # what the spare table lacks
+        self._applied = 0
         self._lock = threading.Lock()
         self._polling = threading.Lock()
 
@@ -88,32 +93,35 @@ class DeltaSubscriber:
     def poll(self) -> int:
         """Applies what is new; how many rows and departures. From one thread at a time."""
         with self._polling:
-            log = _Log(self.sink)
-            epoch = log.newest()
-            if epoch is None:
-                return 0
-            position = self.position
-            if position is None or epoch != position.epoch:
-                if position is not None and epoch < position.epoch:
-                    raise DeltaGap(f"{self.sink.url}: epoch {position.epoch} was there and is gone; it now ends at "
-                                   f"{epoch}. Publish anew, or follow it with a new subscriber")
-                return self._from_snapshot(log, epoch, -1)
-            new: list[tuple[Position, list[Changes]]] = []
-            error: Exception | None = None
-            try:
-                new.extend((Position(epoch, sequence), log.deltas(epoch, sequence))
-                           for sequence in log.following(epoch, position.sequence))
-            except (CorruptDelta, DeltaGap) as found:
-                error = found
-            rows = self._advance(new) if new else 0
-            at = self._tables[0].position.sequence
-            if log.snapshots(epoch)[0] > at:  # the records between are gone or damaged, or were cut off
-                rows += self._from_snapshot(log, epoch, at)
-            elif error is not None:
-                raise error
-            return rows
+            before = self._applied
+            for again in (True, True, False):  # a log that is cut while it is read lies further on when listed anew
+                try:
+                    self._follow(_Log(self.sink))
+                    break
+                except _Vanished:
+                    if not again:
+                        raise
+            return self._applied - before
 
-    def _from_snapshot(self, log: _Log, epoch: int, above: int) -> int:
+    def _follow(self, log: _Log) -> None:
+        epoch = log.newest()
+        if epoch is None:
+            return
+        position = self.position
+        if position is None or epoch > position.epoch:
+            self._from_snapshot(log, epoch, -1)
+            return
+        if epoch < position.epoch:
+            raise DeltaGap(f"{self.sink.url}: epoch {position.epoch} was there and is gone; it now ends at {epoch}. "
+                           "Publish anew, or follow it with a new subscriber")
+        error = self._deltas(log, epoch, position.sequence)
+        at = self._tables[0].position.sequence
+        if log.snapshots(epoch)[0] > at:  # the records between are gone or damaged, or were cut off
+            self._from_snapshot(log, epoch, at)
+        elif error is not None:
+            raise error
+
+    def _from_snapshot(self, log: _Log, epoch: int, above: int) -> None:
         """A fresh table from the newest snapshot that is whole, and what follows it."""
         damaged: Exception | None = None
         for sequence in log.snapshots(epoch):
@@ -121,28 +129,33 @@ class DeltaSubscriber:
                 break
             try:
                 table = log.table(epoch, sequence)
-                break
             except CorruptDelta as error:
                 damaged = damaged or error
-        else:
-            sequence = above
-        if sequence <= above:
-            raise damaged or DeltaGap(f"{self.sink.url}: epoch {epoch} has no whole snapshot")
-        rows = len(table.memory)
-        with self._lock:
+                continue
             spare = _Table(_copy(table.memory))
             spare.position = table.position
-            self._tables, self._between = [table, spare], []
-        self._note(table.memory.rows().written)
-        new = []
-        for following in log.following(epoch, sequence):
-            try:
-                new.append((Position(epoch, following), log.deltas(epoch, following)))
-            except (CorruptDelta, DeltaGap):
-                break  # said at the next poll, if no snapshot has come by then
-        return rows + (self._advance(new) if new else 0)
+            with self._lock:
+                self._tables, self._between = [table, spare], []
+            self._applied += len(table.memory)
+            self._note(table.memory.rows().written)
+            self._deltas(log, epoch, sequence)  # what is wrong with them is said at the next poll, if it still is
+            return
+        raise damaged or DeltaGap(f"{self.sink.url}: epoch {epoch} has no whole snapshot")
 
-    def _advance(self, new: list[tuple[Position, list[Changes]]]) -> int:
+    def _deltas(self, log: _Log, epoch: int, after: int) -> Exception | None:
+        """Applies what follows a sequence number, as far as it is whole; returns what stopped it."""
+        new: list[tuple[Position, list[Changes]]] = []
+        error: Exception | None = None
+        try:
+            for sequence in log.following(epoch, after):
+                new.append((Position(epoch, sequence), log.deltas(epoch, sequence)))  # noqa: PERF401
+        except (CorruptDelta, DeltaGap) as found:
+            error = found
+        if new:
+            self._advance(new)
+        return error
+
+    def _advance(self, new: list[tuple[Position, list[Changes]]]) -> None:
         spare = self._tables[1]
         while spare.readers:  # of a request that began before the last swap
             time.sleep(0.0005)
@@ -155,7 +168,7 @@ class DeltaSubscriber:
         for _, parts in new:
             for changes in parts:
                 self._note(changes.rows.written)
-        return sum(len(changes.rows) + len(changes.gone) for _, parts in new for changes in parts)
+                self._applied += len(changes.rows) + len(changes.gone)
 
     def _note(self, written: Any) -> None:
         now = time.time_ns() // 1000
@@ -225,7 +238,7 @@ class _Log:
             try:
                 content = self.sink.read(name)
             except FileNotFoundError:
-                raise DeltaGap(f"{self.sink.url}/{name} was there and is gone") from None
+                raise _Vanished(f"{self.sink.url}/{name} was there and is gone") from None
             changes = decode(content, name)[1]
             if changes.rows.vectors.shape[1] != self.described(epoch)["dim"]:
                 raise CorruptDelta(f"{name}: vectors of {changes.rows.vectors.shape[1]}, the log's have "
