@@ -42,6 +42,13 @@ class Run:
         return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
     @property
+    def timeline(self) -> list[dict[str, Any]]:
+        """The last steps of all ranks as events of the Chrome trace format (``timeline.json``); empty where there are
+        none."""
+        file = self.path / "timeline.json"
+        return json.loads(file.read_text())["traceEvents"] if file.exists() else []
+
+    @property
     def summary(self) -> dict[str, Any]:
         """How the run went (``run.json``), empty while it trains."""
         file = self.path / "run.json"

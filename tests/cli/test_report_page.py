@@ -15,6 +15,7 @@ from semel.cli.report.figures import (
     latency_histogram,
     length_histogram,
     reliability,
+    spans,
     wilson,
 )
 from semel.cli.report.page import Card, Grid, Page, Section, render
@@ -34,6 +35,8 @@ def html() -> str:
         latency_histogram(draw.gamma(20, 1, 200), "Latency"),
         bars({"fat": 10.0, "thin": 1.0}, "Bytes", "bytes", ["10 B", "1 B"], "thin"),
         estimates([Estimate("a", 0.9, 0.8, 1.0), Estimate("b", 0.7)], "NE", "NE", "b"),
+        spans({"computing": [("forward", 0.0, 2.0, False), ("input", 2.0, 1.0, True)], "read": [("read", 0.5, 1.0,
+                                                                                                False)]}, "Steps"),
         buckets([Estimate("0", 0.9), Estimate("1+", 0.8, 0.7, 0.9)], "By length", "events", "NE"),
     ]
     return render(Page("A <title>", "subtitle & more", [Card("stored", "41×", "note")],
@@ -55,8 +58,8 @@ def test_text_is_escaped(html):
 
 def test_every_figure_has_its_place_and_strict_json(html):
     found = figures_of(html)
-    assert len(found) == 7
-    assert all(f'id="plot-{number}"' in html for number in range(7))
+    assert len(found) == 8
+    assert all(f'id="plot-{number}"' in html for number in range(8))
     assert found[0]["data"][1]["y"][1] is None
 
 

@@ -40,6 +40,9 @@ def page_of(run: Run) -> Page:
 
     summary, recipe = run.summary, run.recipe
     parts = [sections.learning({recipe.name: run.metrics})]
+    times = sections.step(run.metrics, run.timeline)
+    if times is not None:
+        parts.append(times)
     cards = []
     if summary:
         waited = f"{summary['wait_seconds']:.1f} s of it waiting"

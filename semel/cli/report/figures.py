@@ -127,6 +127,27 @@ def bars(values: Mapping[str, float], caption: str, x: str, texts: Sequence[str]
     return Figure([data], layout, caption, height=90 + 42 * len(names))
 
 
+def spans(rows: Mapping[str, Sequence[tuple[str, float, float, bool]]], caption: str) -> Figure:
+    """What each row did when: (name, start, milliseconds, whether it waited), waits over work, in grey."""
+    names = list(dict.fromkeys(name for row in rows.values() for name, *_, waits in row if not waits))
+    colours = {name: series(1 + number % 5) for number, name in enumerate(names)}
+    data = []
+    for waits in (False, True):
+        for name in dict.fromkeys(name for row in rows.values() for name, *_, idle in row if idle == waits):
+            bars = [(title, start, length) for title, row in rows.items() for other, start, length, idle in row
+                    if other == name and idle == waits]
+            data.append({
+                "type": "bar", "orientation": "h", "name": f"waits: {name.replace('_', ' ')}" if waits else name,
+                "y": [title for title, *_ in bars], "base": [start for _, start, _ in bars],
+                "x": [length for *_, length in bars],
+                "marker": {"color": series(0) if waits else colours[name]},
+                "hovertemplate": f"{name}: %{{x:.2f}} ms<extra></extra>"})
+    layout = {"barmode": "overlay", "bargap": 0.3, "xaxis": {"title": {"text": "milliseconds"}},
+              "yaxis": {"autorange": "reversed", "showgrid": False, "tickfont": {"color": "var(--ink)", "size": 13}},
+              "showlegend": True, "legend": {"orientation": "h", "y": -0.5, "yanchor": "top"}}
+    return Figure(data, layout, caption, height=260 + 40 * len(rows))
+
+
 def estimates(rows: Sequence[Estimate], caption: str, x: str, highlight: str | None = None) -> Figure:
     """A dot and its interval for each row, from top to bottom; the ``highlight`` in colour."""
     data = []

@@ -11,9 +11,11 @@ from semel.cli.output import size
 from semel.cli.report import figures
 from semel.cli.report.figures import Estimate
 from semel.cli.report.page import Figure, Grid, Section
+from semel.training.timeline import BUBBLES
 
 FIGURES = {"ne": "NE", "auc": "AUC", "user_auc": "AUC by user", "log_loss": "log loss", "calibration": "calibration",
            "hr@10": "HR@10", "ndcg@10": "NDCG@10", "mrr": "MRR", "rmse": "RMSE", "mae": "MAE"}
+STEPS_SHOWN = 3
 SMALLER_IS_BETTER = {"ne", "log_loss", "rmse", "mae"}
 
 
@@ -39,6 +41,52 @@ def learning(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
         "better, for NDCG more. Training keeps the weights of the best point and stops when no better one has come "
         "for a while.",
     ], plots)
+
+
+def step(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Section | None:
+    """``lines`` of ``metrics.jsonl`` and ``events`` of ``timeline.json``. None for a run that does not say where its
+    time went."""
+    seconds = [line["seconds"] for line in lines if line["kind"] == "train" and line.get("seconds")]
+    if not seconds:
+        return None
+    names = [name for name in dict.fromkeys(name for part in seconds for name in part) if name != "step"]
+    mean = {name: float(np.mean([part.get(name, 0.0) for part in seconds])) * 1000 for name in names}
+    shown = {name: value for name, value in sorted(mean.items(), key=lambda item: -item[1]) if value >= 0.005}
+    whole = float(np.mean([part["step"] for part in seconds])) * 1000
+    plots = [figures.bars({f"waits: {name.replace('_', ' ')}" if name in BUBBLES else name: value
+                           for name, value in shown.items()}, f"Of a step's {whole:.1f} ms, on average",
+                          "milliseconds", [f"{value:.2f} ms" for value in shown.values()])]
+    rows = _last_steps(events)
+    if rows:
+        plots.append(figures.spans(rows, f"{STEPS_SHOWN} steps: one below the other what ran at once"))
+    return Section("A step's time", [
+        "A step goes through stages. Those that prepare the next batches run beside the one that computes, in threads "
+        "of their own, and cost a step nothing unless it waits for them. What a step waits for has a name: input (the "
+        "next batch was not ready), straggler (another trainer was slower), exposed gradient and exposed embedding "
+        "(bytes were on their way and nothing was left to do). The whole of it, for every trainer, is in "
+        "timeline.json, which ui.perfetto.dev opens.",
+    ], plots)
+
+
+def _last_steps(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, float, float, bool]]]:
+    """Rows of ``figures.spans`` by rank and thread."""
+    timed = [event for event in events if event["ph"] == "X"]
+    if not timed:
+        return {}
+    steps = sorted({event["args"]["step"] for event in timed})
+    shown = steps[max(0, len(steps) - 10):][:STEPS_SHOWN]  # in the last ones of an epoch nothing is prepared any more
+    timed = [event for event in timed if event["args"]["step"] in shown]
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events
+               if event["name"] == "thread_name"}
+    ranks = {event["pid"] for event in timed}
+    begin = min(event["ts"] for event in timed)
+    rows: dict[str, list[tuple[str, float, float, bool]]] = {}
+    for event in sorted(timed, key=lambda event: (event["pid"], event["tid"], event["ts"])):
+        thread = threads.get((event["pid"], event["tid"]), "").removeprefix("semel-stage-")
+        title = thread.replace("MainThread", "computing").rsplit("_", 1)[0] + (f", trainer {event['pid']}" if len(ranks) > 1 else "")
+        rows.setdefault(title, []).append((event["name"], (event["ts"] - begin) / 1000, event["dur"] / 1000,
+                                           event["cat"] == "bubble"))
+    return rows
 
 
 def stored(facts: Mapping[str, Any]) -> Section:
