@@ -62,7 +62,7 @@ class MemoryLayer(nn.Module):
         base = self._output(self.always_on(always_on), len(item), "always_on")
         if not self.training:
             cached, hit, _ = self.memory.read(item, now=now)
-            return self._fused(cached, base, hit)
+            return self.fused(cached, base, hit)
         items, where = torch.unique(item, return_inverse=True)
         live = self._live(item, items, where, features)
         if self.reads == "live":
@@ -72,7 +72,7 @@ class MemoryLayer(nn.Module):
             cached, hit = (rows + live - live.detach())[where], found[where]
         kept = torch.rand(len(item), device=item.device) >= self.miss_rate
         hit = hit & kept
-        fused = self._fused(cached * kept[:, None], base, hit)
+        fused = self.fused(cached * kept[:, None], base, hit)
         self.step += 1
         self.memory.write(items, live.detach().float(), int(self.step), tower=int(self.step), now=now)
         return fused
@@ -102,7 +102,9 @@ class MemoryLayer(nn.Module):
                              f"[{rows}, {self.memory.dim}]")
         return out
 
-    def _fused(self, cached: Tensor, base: Tensor, hit: Tensor) -> Tensor:
+    def fused(self, cached: Tensor, base: Tensor, hit: Tensor) -> Tensor:
+        """``cached`` [rows, dim], ``base`` [rows, dim] (what ``always_on`` gave), ``hit`` [rows] -> [rows, dim]: for
+        serving that reads rows itself, of a memory that follows another one's deltas."""
         cached = cached.to(base.dtype)
         known = hit[:, None].to(base.dtype)
         cached = cached * known

@@ -83,7 +83,8 @@ def _last_steps(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str
     rows: dict[str, list[tuple[str, float, float, bool]]] = {}
     for event in sorted(timed, key=lambda event: (event["pid"], event["tid"], event["ts"])):
         thread = threads.get((event["pid"], event["tid"]), "").removeprefix("semel-stage-")
-        title = thread.replace("MainThread", "computing").rsplit("_", 1)[0] + (f", trainer {event['pid']}" if len(ranks) > 1 else "")
+        title = thread.replace("MainThread", "computing").rsplit("_", 1)[0]
+        title += f", trainer {event['pid']}" if len(ranks) > 1 else ""
         rows.setdefault(title, []).append((event["name"], (event["ts"] - begin) / 1000, event["dur"] / 1000,
                                            event["cat"] == "bubble"))
     return rows
