@@ -6,8 +6,8 @@
 ``benchmarks.item_stream`` says what runs. ``gap`` = served NE / trained NE - 1, of impressions after the first 30 %;
 ``cut``: how much smaller the memory's is than the frozen cache's. ``young``: items under 300 s old; their ``recall``:
 of those that truly are among a user's best 100, the share that the served scores put there (simulation only).
-``tower``: rows that an item tower computed, in training and beside it, memory over frozen. With ``--data`` ratings of a public data set
-(``semel.datasets.read``) come by time in place of the simulated site, once whatever the seeds.
+``tower``: rows that an item tower computed, in training and beside it, memory over frozen. With ``--data`` ratings of a
+public data set (``semel.datasets.read``) come by time in place of the simulated site, once whatever the seeds.
 """
 
 from __future__ import annotations

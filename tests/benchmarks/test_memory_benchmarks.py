@@ -1,0 +1,38 @@
+"""The benchmarks of the item memory run, and what they print makes sense."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def printed(*arguments: str) -> dict:
+    out = subprocess.run([sys.executable, "-m", *arguments, "--json"], cwd=ROOT, capture_output=True, text=True,
+                         timeout=170)
+    assert out.returncode == 0, out.stderr
+    return json.loads(out.stdout)
+
+
+@pytest.mark.timeout(180)
+def test_rows_freshness_and_latency() -> None:
+    result = printed("benchmarks.memory", "--rows", "20000", "--dim", "8", "--batch", "2000", "--rounds", "3",
+                     "--seconds", "2")
+    assert min(result["rows"]["million_rows_per_second"].values()) > 0
+    assert 0 < result["fresh"]["p50"] <= result["fresh"]["p99"] and result["fresh"]["rows"] > 0
+    assert result["latency"]["upper_bound"]["layer"] >= result["latency"]["ratio"]["layer"] > 0
+
+
+@pytest.mark.timeout(180)
+def test_skew() -> None:
+    (result,) = printed("benchmarks.memory_skew", "--seconds", "400", "--items", "60", "--seeds", "1", "--reads",
+                        "live")["live"]
+    served = result["served"]
+    assert served["memory"]["coverage"] == 1.0 > served["frozen"]["coverage"]
+    assert all(0 < one["ne"] < 2 for one in served.values())
+    assert result["tower_rows"]["memory"] > 0
