@@ -30,7 +30,7 @@ def test_rows_freshness_and_latency() -> None:
 
 @pytest.mark.timeout(180)
 def test_skew() -> None:
-    (result,) = printed("benchmarks.memory_skew", "--seconds", "400", "--items", "60", "--seeds", "1", "--reads",
+    (result,) = printed("benchmarks.memory_skew", "--seconds", "330", "--items", "2000", "--seeds", "1", "--reads",
                         "live")["live"]
     served = result["served"]
     assert served["memory"]["coverage"] == 1.0 > served["frozen"]["coverage"]
