@@ -251,8 +251,8 @@ class SharedModel(Scoring, _Bank):
 
     def repeated(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> list[Tensor]:
         """The model's inputs in order, one row a candidate."""
-        device = next(iter(candidate.values())).device
-        count = int(offsets[-1])
+        first = next(iter(candidate.values()))
+        count, device = len(first), first.device
         owner = None if len(offsets) == 2 else layout(offsets, device)[OWNER]
         tensors = []
         for item in self.signature.inputs:
