@@ -6,9 +6,10 @@ rows      random keys of a full table, ``--batch`` at a time: writes; reads into
           without any index (``torch.index_select`` of known rows), interleaved. All threads of torch.
 fresh     a trainer that writes 2,000 rows ten times a second and publishes to a folder at the default interval, and a
           reader in another process that polls every 0.1 s: seconds from a row's write to the poll that shows it.
-latency   1,000 candidates of early ranking, microseconds each: ``MemoryLayer`` in eval mode (memory, always-on part,
-          gate) against a frozen cache (gather, constant for a miss), then the same dot product; interleaved pairs and
-          the 95 % upper bound of their median ratio. ``no layer``: the memory in place of the gather, nothing else.
+latency   1,000 candidates of early ranking, one in a hundred without a row, microseconds each, the same dot product
+          behind: ``folded`` (``FoldedMemory``: one row a candidate, the rest computed) and ``layer`` (``MemoryLayer``
+          in eval mode: row, always-on part, gate) against ``frozen``, a cache of the same ids looked up in the same
+          table, with a constant for a miss; interleaved pairs and the 95 % upper bound of their median ratio.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import nn
 
 from benchmarks.command import run_and_show
 from benchmarks.sharing import upper_rank
-from semel.memory import DeltaPublisher, DeltaSubscriber, ItemMemory, MemoryLayer, QuantizedMemory
+from semel.memory import DeltaPublisher, DeltaSubscriber, FoldedMemory, ItemMemory, MemoryLayer, QuantizedMemory
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -131,19 +132,20 @@ def latency(arguments: argparse.Namespace) -> dict[str, Any]:
     memory.write(torch.arange(items), vectors)
     layer = MemoryLayer(nn.Linear(8, dim), memory, nn.Embedding(1000, dim)).eval()
     user, constant = torch.randn(dim, generator=generator), torch.tensor(-3.0)
-    item = torch.randint(0, items, (candidates,), generator=generator)
-    author = torch.randint(0, 1000, (candidates,), generator=generator)
-    found = torch.ones(candidates, dtype=torch.bool)
-    calls = {
-        "frozen": lambda: torch.where(found, vectors[item] @ user, constant),
-        "layer": lambda: layer(item, None, author) @ user,
-        "no layer": lambda: memory.read(item)[0] @ user,
-    }
+    item = torch.randint(0, items + items // 100, (candidates,), generator=generator)
+    folded = FoldedMemory(layer, memory, lambda some: some % 1000)
+
+    def frozen() -> torch.Tensor:
+        rows, found, _ = memory.read(item)
+        return torch.where(found, rows @ user, constant)
+
+    calls = {"frozen": frozen, "folded": lambda: folded.read(item)[0] @ user,
+             "layer": lambda: layer(item, None, item % 1000) @ user}
     repeated = {name: (lambda call=call: [call() for _ in range(20)]) for name, call in calls.items()}
     seconds = interleaved(repeated, max(arguments.rounds, 15))
     each = {name: statistics.median(v) / 20 / candidates * 1e6 for name, v in seconds.items()}
     result: dict[str, Any] = {"microseconds_a_candidate": each, "ratio": {}, "upper_bound": {}}
-    for name in ("layer", "no layer"):
+    for name in ("folded", "layer"):
         ratios = sorted(a / b for a, b in zip(seconds[name], seconds["frozen"], strict=True))
         result["ratio"][name] = statistics.median(ratios)
         result["upper_bound"][name] = ratios[upper_rank(len(ratios)) - 1]

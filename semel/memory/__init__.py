@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "Changes": "table", "ItemMemory": "table", "Rows": "table",
     "MemoryLayer": "layer", "pool": "layer",
+    "FoldedMemory": "folded",
     "QuantizedMemory": "quantized",
     "CorruptDelta": "delta",
     "DeltaPublisher": "publisher", "Fenced": "publisher",
     "DeltaGap": "subscriber", "DeltaSubscriber": "subscriber", "Position": "subscriber", "memory_at": "subscriber",
 }
 
-__all__ = ["Changes", "CorruptDelta", "DeltaGap", "DeltaPublisher", "DeltaSubscriber", "Fenced", "ItemMemory",
-           "MemoryLayer", "Position", "QuantizedMemory", "Rows", "memory_at", "pool"]
+__all__ = ["Changes", "CorruptDelta", "DeltaGap", "DeltaPublisher", "DeltaSubscriber", "Fenced", "FoldedMemory",
+           "ItemMemory", "MemoryLayer", "Position", "QuantizedMemory", "Rows", "memory_at", "pool"]
 
 if TYPE_CHECKING:
     from semel.memory.delta import CorruptDelta
+    from semel.memory.folded import FoldedMemory
     from semel.memory.layer import MemoryLayer, pool
     from semel.memory.publisher import DeltaPublisher, Fenced
     from semel.memory.quantized import QuantizedMemory

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from semel.memory import ItemMemory, MemoryLayer, QuantizedMemory, pool
+from semel.memory import FoldedMemory, ItemMemory, MemoryLayer, QuantizedMemory, pool
 
 DIM, ITEMS = 6, 20
 
@@ -176,6 +176,25 @@ def test_quantized_rows_are_off_by_half_a_scale_at_most() -> None:
     assert small.nbytes < 9_000 * 64 * 4 * 0.5
     empty, nothing = QuantizedMemory(ItemMemory(3, 4)).read([1, 2])
     assert not empty.any() and not nothing.any()
+
+
+@pytest.mark.parametrize("fuse", ["gate", "sum", "mlp"])
+def test_folded_rows_are_what_the_layer_returns(fuse: str) -> None:
+    layer, x, a = made(fuse)
+    call(layer, x, a, torch.arange(12))
+    folded = FoldedMemory(layer, layer.memory, lambda items: a[items])
+    layer.memory.changes()
+    for change in range(3):
+        call(layer, x, a, torch.arange(change, change + 5))
+        layer.memory.delete([change])
+        folded.update(layer.memory.changes())
+        assert layer.training
+        layer.eval()
+        item = torch.randint(0, ITEMS, (40,))
+        vectors, hit = folded.read(item)
+        torch.testing.assert_close(vectors, call(layer, x, a, item))
+        assert torch.equal(hit, layer.memory.read(item)[1])
+        layer.train()
 
 
 def test_training_lowers_the_loss() -> None:
