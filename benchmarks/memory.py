@@ -7,7 +7,7 @@ rows      random keys of a full table, ``--batch`` at a time: writes; reads into
 fresh     a trainer that writes 2,000 rows ten times a second and publishes to a folder at the default interval, and a
           reader in another process that polls every 0.1 s: seconds from a row's write to the poll that shows it.
 latency   1,000 candidates of early ranking, one in a hundred without a row, microseconds each, the same dot product
-          behind: ``folded`` (``FoldedMemory``: one row a candidate, the rest computed) and ``layer`` (``MemoryLayer``
+          behind: ``folded`` (``FoldedMemory``: one row a candidate) and ``layer`` (``MemoryLayer``
           in eval mode: row, always-on part, gate) against ``frozen``, a cache of the same ids looked up in the same
           table, with a constant for a miss; interleaved pairs and the 95 % upper bound of their median ratio.
 """
@@ -139,7 +139,7 @@ def latency(arguments: argparse.Namespace) -> dict[str, Any]:
         rows, found, _ = memory.read(item)
         return torch.where(found, rows @ user, constant)
 
-    calls = {"frozen": frozen, "folded": lambda: folded.read(item)[0] @ user,
+    calls = {"frozen": frozen, "folded": lambda: folded.read(item) @ user,
              "layer": lambda: layer(item, None, item % 1000) @ user}
     repeated = {name: (lambda call=call: [call() for _ in range(20)]) for name, call in calls.items()}
     seconds = interleaved(repeated, max(arguments.rounds, 15))

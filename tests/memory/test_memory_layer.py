@@ -191,10 +191,28 @@ def test_folded_rows_are_what_the_layer_returns(fuse: str) -> None:
         assert layer.training
         layer.eval()
         item = torch.randint(0, ITEMS, (40,))
-        vectors, hit = folded.read(item)
-        torch.testing.assert_close(vectors, call(layer, x, a, item))
-        assert torch.equal(hit, layer.memory.read(item)[1])
+        for _ in range(2):  # computed, then kept
+            torch.testing.assert_close(folded.read(item), call(layer, x, a, item))
         layer.train()
+
+
+def test_items_without_a_row_are_kept_but_never_in_place_of_rows() -> None:
+    layer, x, a = made()
+    call(layer, x, a, torch.arange(10))
+    asked = []
+    folded = FoldedMemory(layer, layer.memory, lambda items: asked.append(len(items)) or a[items % ITEMS], spare=4)
+    layer.eval()
+    for start in range(10, 40, 3):
+        folded.read(torch.arange(start, start + 3))
+        folded.read(torch.arange(start, start + 3))
+    assert asked == [10, *[3] * 10] and len(folded.rows) <= 14
+    torch.testing.assert_close(folded.read(torch.arange(10)), call(layer, x, a, torch.arange(10)))
+    assert asked == [10, *[3] * 10]
+    folded.forget(torch.tensor([38]))
+    folded.read(torch.tensor([38, 39, 38]))
+    assert asked[-1] == 1
+    folded.read(torch.arange(100, 130))
+    assert len(folded.rows) <= 14
 
 
 def test_training_lowers_the_loss() -> None:
