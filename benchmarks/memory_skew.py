@@ -1,7 +1,7 @@
 """What serving loses of what was trained: an item memory against a cache that a bulk job fills.
 
     python -m benchmarks.memory_skew [--data FOLDER] [--seconds 1800] [--seeds 3] [--items 1000] [--budget 4]
-                                     [--reads live cached] [--quantized] [--json]
+                                     [--dense 60] [--reads live cached] [--quantized] [--json]
 
 ``benchmarks.item_stream`` says what runs. ``gap`` = served NE / trained NE - 1, of impressions after the first 30 %;
 ``cut``: how much smaller the memory's is than the frozen cache's. ``young``: items under 300 s old; their ``recall``:
@@ -52,18 +52,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--items", type=int, default=1000)
     parser.add_argument("--budget", type=int, default=4, help="items of the pool that training refreshes a second")
+    parser.add_argument("--dense", type=int, default=60, help="seconds between dense weights, the users' too")
     parser.add_argument("--reads", nargs="+", choices=("live", "cached"), default=["live", "cached"])
     parser.add_argument("--quantized", action="store_true", help="serve int8 rows")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if min(arguments.seconds, arguments.seeds, arguments.items) < 1 or arguments.budget < 0:
-        parser.error("--seconds, --seeds and --items must be at least 1, --budget 0 or more")
+    if min(arguments.seconds, arguments.seeds, arguments.items, arguments.dense) < 1 or arguments.budget < 0:
+        parser.error("--seconds, --seeds, --items and --dense must be at least 1, --budget 0 or more")
     torch.set_num_threads(1)  # the steps are small
     streams = [replayed(arguments.data)] if arguments.data else [
         simulated(seed, arguments.seconds, items=arguments.items) for seed in range(arguments.seeds)]
     results = {}
     for reads in arguments.reads:
-        results[reads] = [run(stream, reads=reads, budget=arguments.budget, quantized=arguments.quantized)
+        results[reads] = [run(stream, reads=reads, budget=arguments.budget, dense=arguments.dense, quantized=arguments.quantized)
                           for stream in streams]
         if not arguments.json:
             show(reads, results[reads])
