@@ -64,8 +64,8 @@ def main() -> None:
         simulated(seed, arguments.seconds, items=arguments.items) for seed in range(arguments.seeds)]
     results = {}
     for reads in arguments.reads:
-        results[reads] = [run(stream, reads=reads, budget=arguments.budget, dense=arguments.dense, quantized=arguments.quantized)
-                          for stream in streams]
+        how = {"reads": reads, "budget": arguments.budget, "dense": arguments.dense, "quantized": arguments.quantized}
+        results[reads] = [run(stream, **how) for stream in streams]
         if not arguments.json:
             show(reads, results[reads])
     if arguments.json:
