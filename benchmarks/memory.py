@@ -58,19 +58,21 @@ def rows(arguments: argparse.Namespace) -> dict[str, Any]:
     def drawn() -> torch.Tensor:
         return torch.randint(0, count, (batch,), generator=generator)
 
-    def timed(work: Callable[[torch.Tensor], Any]) -> Callable[[], float]:
+    def timed(work: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]) -> Callable[[], float]:
         def run() -> float:
             places = drawn()
+            key, vector = keys[places], vectors[places]
+            time.sleep(0.02)  # torch's own threads wait busily for a while after each operation
             started = time.perf_counter()
-            work(places)
+            work(places, key, vector)
             return time.perf_counter() - started
         return run
 
     asked = {
-        "write": timed(lambda p: memory.write(keys[p], vectors[p])),
-        "read": timed(lambda p: memory.read(keys[p], out)),
-        "read int8": timed(lambda p: small.read(keys[p], out)),
-        "raw gather": timed(lambda p: torch.index_select(vectors, 0, p, out=out)),
+        "write": timed(lambda place, key, vector: memory.write(key, vector)),
+        "read": timed(lambda place, key, vector: memory.read(key, out)),
+        "read int8": timed(lambda place, key, vector: small.read(key, out)),
+        "raw gather": timed(lambda place, key, vector: torch.index_select(vectors, 0, place, out=out)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in asked}
     order = list(asked)
@@ -88,10 +90,9 @@ def rows(arguments: argparse.Namespace) -> dict[str, Any]:
 def _follow(folder: str, stop: Connection) -> None:
     reader = DeltaSubscriber(folder)
     reader.freshness = type(reader.freshness)(maxlen=10_000_000)
+    stop.send("ready")
     while not stop.poll(0.1):
         reader.poll()
-        if reader.memory is not None and not len(reader.memory):
-            reader.freshness.clear()
     reader.poll()
     stop.send(sorted(reader.freshness))
 
@@ -104,6 +105,8 @@ def fresh(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     random = np.random.default_rng(0)
     process.start()
     try:
+        if not mine.poll(120) or mine.recv() != "ready":
+            raise RuntimeError("the reader does not start")
         with DeltaPublisher(memory, folder).start():
             end = time.monotonic() + arguments.seconds
             while time.monotonic() < end:

@@ -14,7 +14,7 @@ from semel.memory.prefetch import prefetch_lines
 
 STEP, TOWER, USED = range(3)
 LIVE, CHANGED = 1, 2
-_BLOCK = 64
+_BLOCK = 32
 """Keys whose slots, then rows are asked for before the first is read: their cache misses overlap."""
 
 
@@ -117,59 +117,74 @@ def rebuilt(slots, key_of, state):
 
 
 @kernel()
+def _ask(slots, keys, first, stop):
+    """For the slots in which the keys ``first:stop`` are looked for first."""
+    mask = np.uint64(len(slots) - 1)
+    for i in range(first, stop):
+        prefetch_lines(slots, np.int64(mixed(keys[i]) & mask), 16)
+
+
+@kernel()
+def _look_up(slots, keys, first, stop, facts, table, rows):
+    """``rows``: of the keys ``first:stop``, -1 for none; asks for what lies there in ``facts`` and ``table``."""
+    width = table.shape[1] * table.itemsize
+    for i in range(first, stop):
+        rows[i - first] = row = slots[slot_of(slots, keys[i]), 1] - 1
+        if row >= 0:
+            prefetch_lines(facts, row, facts.itemsize)
+            prefetch_lines(table, row, width)
+
+
+@kernel()
 def read(slots, keys, written, table, oldest, now, start, stop, out, hit, age):
     """Vectors, hits and ages of ``keys[start:stop]``; a miss is a row of zeros of age -1. A row that was written before
-    ``oldest`` is a miss."""
-    rows = np.empty(_BLOCK, np.int64)
-    mask = np.uint64(len(slots) - 1)
-    width = table.shape[1] * table.itemsize
-    for first in range(start, stop, _BLOCK):
-        count = min(_BLOCK, stop - first)
-        for i in range(count):
-            prefetch_lines(slots, np.int64(mixed(keys[first + i]) & mask), 16)
-        for i in range(count):
-            rows[i] = row = slots[slot_of(slots, keys[first + i]), 1] - 1
-            if row >= 0:
-                prefetch_lines(written, row, 8)
-                prefetch_lines(table, row, width)
-        for i in range(count):
-            row, at = rows[i], first + i
-            if row >= 0 and written[row] < oldest:
-                row = rows[i] = -1
-            hit[at] = row >= 0
-            age[at] = max(now - written[row], 0) if row >= 0 else -1
-        for i in range(count):
-            row, target = rows[i], out[first + i]
-            if row >= 0:
-                source = table[row]
-                for d in range(len(target)):
-                    target[d] = source[d]
-            else:
-                for d in range(len(target)):
-                    target[d] = 0
+    ``oldest`` is a miss. Three blocks are under way: of one the slots come, of the next the rows, the third is
+    copied."""
+    rows = np.empty((2, _BLOCK), np.int64)
+    for block in range((stop - start + _BLOCK - 1) // _BLOCK + 2):
+        first = start + block * _BLOCK
+        _ask(slots, keys, min(first, stop), min(first + _BLOCK, stop))
+        first -= _BLOCK
+        if block > 0:
+            _look_up(slots, keys, min(first, stop), min(first + _BLOCK, stop), written, table, rows[block & 1])
+        first -= _BLOCK
+        if block > 1:
+            here = rows[(block - 1) & 1]
+            for at in range(first, min(first + _BLOCK, stop)):
+                row, target = here[at - first], out[at]
+                if row >= 0 and written[row] >= oldest:
+                    hit[at] = True
+                    age[at] = max(now - written[row], 0)
+                    source = table[row]
+                    for d in range(len(target)):
+                        target[d] = source[d]
+                else:
+                    hit[at] = False
+                    age[at] = -1
+                    for d in range(len(target)):
+                        target[d] = 0
 
 
 @kernel()
 def read_bytes(slots, keys, bytes_, scale, start, stop, out, hit):
     """``read`` of rows that are kept as int8: ``out[i] = scale[row] * bytes_[row]``."""
-    rows = np.empty(_BLOCK, np.int64)
-    mask = np.uint64(len(slots) - 1)
-    for first in range(start, stop, _BLOCK):
-        count = min(_BLOCK, stop - first)
-        for i in range(count):
-            prefetch_lines(slots, np.int64(mixed(keys[first + i]) & mask), 16)
-        for i in range(count):
-            rows[i] = row = slots[slot_of(slots, keys[first + i]), 1] - 1
-            if row >= 0:
-                prefetch_lines(scale, row, 4)
-                prefetch_lines(bytes_, row, bytes_.shape[1])
-        for i in range(count):
-            row, at = rows[i], first + i
-            hit[at] = row >= 0
-            factor = scale[row] if row >= 0 else np.float32(0)
-            source, target = bytes_[max(row, 0)], out[at]
-            for d in range(len(target)):
-                target[d] = factor * np.float32(source[d])
+    rows = np.empty((2, _BLOCK), np.int64)
+    for block in range((stop - start + _BLOCK - 1) // _BLOCK + 2):
+        first = start + block * _BLOCK
+        _ask(slots, keys, min(first, stop), min(first + _BLOCK, stop))
+        first -= _BLOCK
+        if block > 0:
+            _look_up(slots, keys, min(first, stop), min(first + _BLOCK, stop), scale, bytes_, rows[block & 1])
+        first -= _BLOCK
+        if block > 1:
+            here = rows[(block - 1) & 1]
+            for at in range(first, min(first + _BLOCK, stop)):
+                row = here[at - first]
+                hit[at] = row >= 0
+                factor = scale[row] if row >= 0 else np.float32(0)
+                source, target = bytes_[max(row, 0)], out[at]
+                for d in range(len(target)):
+                    target[d] = factor * np.float32(source[d])
 
 
 @kernel()
