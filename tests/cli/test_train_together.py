@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL
 
 from semel.training import Run
 
+SMALL = ["--set", "model.encoder.layers=1", "--set", "batch=16", "--set", "optimizer.warmup_steps=5"]
 FOREVER = [*SMALL, "--set", "epochs=500", "--set", "patience=500"]
 
 
