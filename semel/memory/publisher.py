@@ -136,6 +136,8 @@ class DeltaPublisher:
         found = sorted(place for place in map(place_of, self.sink.names()) if place is not None)
         snapshots = [(epoch, sequence) for epoch, shard, kind, sequence in found
                      if kind == "snapshot" and (shard == self.shard or epoch < self.epoch)]
+        if not snapshots:  # a listing that is late: cut at the next one
+            return
         oldest = sorted(set(snapshots))[-self.keep:][0]
         for epoch, shard, kind, sequence in found:
             mine = shard == self.shard or epoch < oldest[0]
