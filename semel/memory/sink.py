@@ -39,6 +39,8 @@ class FolderSink:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.url = str(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{path} is a file; a log of deltas is a folder, name another path")
 
     def create(self, name: str, content: bytes) -> None:
         target = self.path / name

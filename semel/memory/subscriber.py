@@ -264,6 +264,9 @@ def memory_at(url: str | Path, epoch: int, sequence: int) -> ItemMemory:
         else None
     if before is None:
         raise DeltaGap(f"{url}: no snapshot at or before record {sequence} of epoch {epoch} is left")
+    last = max([before, *log.records[epoch, "delta"]])
+    if sequence > last:
+        raise DeltaGap(f"{url}: epoch {epoch} has no record {sequence} yet, its last is {last}")
     memory = log.table(epoch, before).memory
     for number in range(before + 1, sequence + 1):
         for changes in log.deltas(epoch, number):

@@ -137,6 +137,9 @@ class ItemMemory(nn.Module):
         name.
         """
         self._may_write()
+        if not isinstance(vectors, Tensor):
+            raise ValueError(f"vectors must be a tensor [N, {self.dim}], got {type(vectors).__name__}; "
+                             "torch.as_tensor makes one")
         vectors = vectors.detach()
         numbers, names = self._keys(keys)
         if vectors.dim() != 2 or tuple(vectors.shape) != (len(numbers), self.dim):
@@ -364,6 +367,8 @@ class ItemMemory(nn.Module):
         array = keys.detach().cpu().numpy() if isinstance(keys, Tensor) else np.asarray(keys)
         if array.ndim != 1:
             raise ValueError(f"keys must be a vector, got shape {list(array.shape)}")
+        if array.dtype.kind == "u" and array.size and int(array.max()) >= 1 << 63:
+            raise ValueError(f"key {int(array.max())} does not fit int64; take it as a string, or as its int64 bits")
         if array.dtype.kind in "iu" or not array.size:
             return np.ascontiguousarray(array, dtype=np.int64), {}
         if array.dtype.kind not in "OUT" or not all(isinstance(key, str) for key in array.tolist()):

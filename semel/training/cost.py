@@ -136,7 +136,10 @@ class CostModel:
     @classmethod
     def from_json(cls, text: str) -> CostModel:
         """Raises ValueError for a format or a field that it does not know."""
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is not a cost model: {text[:80]!r} ({error})") from None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f"this is not a cost model of format {FORMAT}: {text[:80]!r}")
         del values["format"]

@@ -378,6 +378,17 @@ def test_an_unknown_scheme_is_named() -> None:
         DeltaSubscriber("kafka://host/topic")
 
 
+def test_a_file_is_no_log_and_a_record_to_come_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for make in (lambda: DeltaPublisher(ItemMemory(4, DIM), tmp_path / "file"),
+                 lambda: DeltaSubscriber(tmp_path / "file")):
+        with pytest.raises(ValueError, match="is a file; a log of deltas is a folder"):
+            make()
+    DeltaPublisher(ItemMemory(4, DIM), tmp_path / "log")
+    with pytest.raises(DeltaGap, match="has no record 9 yet, its last is 0"):
+        memory_at(tmp_path / "log", 1, 9)
+
+
 def test_a_log_of_another_format_is_refused(tmp_path: Path) -> None:
     DeltaPublisher(ItemMemory(4, DIM), tmp_path)
     path = tmp_path / "00000001" / "epoch.json"

@@ -196,6 +196,8 @@ def test_two_strings_of_one_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     ([1, 2], torch.tensor([[0.0, float("-inf"), 2], [0, 1, 1]]), r"key 1 \(row 0\) holds a NaN or an infinity"),
     ([1.5, 2], torch.zeros(2, DIM), "keys must be integers or strings"),
     ([[1, 2]], torch.zeros(2, DIM), "keys must be a vector"),
+    ([1, 2], [[0.0] * DIM] * 2, r"vectors must be a tensor \[N, 3\], got list"),
+    (np.array([1, 2**63 + 5], np.uint64), torch.zeros(2, DIM), "does not fit int64"),
 ])
 def test_a_bad_write_changes_nothing(keys: list, vectors: torch.Tensor, message: str) -> None:
     memory = ItemMemory(4, DIM)
