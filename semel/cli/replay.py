@@ -52,6 +52,8 @@ def rows_of(report: ReplayReport) -> list[list[str]]:
     ]
     if report.histories_erased:
         rows.insert(3, ["histories erased since", f"{report.histories_erased:,}"])
+    if len(report.by_version) > 1:
+        rows.append(["model versions", f"{len(report.by_version)}"])
     if report.other_versions:
         rows.append(["requests of other models", f"{report.other_versions:,}"])
     return rows

@@ -1,7 +1,16 @@
 """Models that map a ``RequestBatch`` to logits, and how they are kept on disk."""
 
 from semel.batch import register_pytrees
-from semel.models.artifact import Model, ModelArtifact, load_model, make_model, save_model
+from semel.models.artifact import (
+    Model,
+    ModelArtifact,
+    ModelVersion,
+    current_version,
+    load_model,
+    make_model,
+    model_versions,
+    save_model,
+)
 from semel.models.config import EncoderConfig, ModelConfig
 from semel.models.dcn import RDCN, DCNv2, RDCNLayer
 from semel.models.deep_cross_attention import DeepCrossAttention
@@ -24,7 +33,8 @@ register_pytrees()
 
 __all__ = [
     "DHEN", "DLRM", "HSTU", "RDCN", "Cost", "DCNv2", "DeepCrossAttention", "EncoderConfig", "FinalMLP", "IsolatedDHEN",
-    "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "NextItem", "RDCNLayer",
-    "RankingHead", "Scale", "SequenceRanker", "Sides", "TopK", "Transformer", "Vocabulary", "Wukong", "cost_of",
-    "load_model", "make_model", "ranking_loss", "save_model", "top_k", "widen_candidate", "widen_request",
+    "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "ModelVersion", "NextItem",
+    "RDCNLayer", "RankingHead", "Scale", "SequenceRanker", "Sides", "TopK", "Transformer", "Vocabulary", "Wukong",
+    "cost_of", "current_version", "load_model", "make_model", "model_versions", "ranking_loss", "save_model", "top_k",
+    "widen_candidate", "widen_request",
 ]

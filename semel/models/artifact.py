@@ -1,9 +1,15 @@
-"""A trained model on disk: ``model.safetensors`` (weights and vocabularies) and ``model.json`` (what to build)."""
+"""A trained model on disk, in versions.
+
+``model-DIGEST.safetensors`` (weights and vocabularies) and ``model-DIGEST.json`` (what to build) are one version, never
+changed; ``model.json`` says the same as the latest one's and is replaced in one step, so a reader finds the version
+before or the one after. Older ones stay for a while: what was served by them can be computed again.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,6 +20,7 @@ import torch
 from torch import nn
 
 from semel.features import FeatureSpec
+from semel.memory.table import ItemMemory
 from semel.models.config import ModelConfig, ModelKind
 from semel.models.dcn import RDCN, DCNv2
 from semel.models.deep_cross_attention import DeepCrossAttention
@@ -26,6 +33,8 @@ from semel.models.vocabulary import Scale, Vocabulary
 from semel.models.wukong import IsolatedWukong, Wukong
 
 FORMAT_VERSION = 1
+KEEP = 5
+"""Versions that a run keeps, unless its recipe says otherwise."""
 
 Model = (SequenceRanker | DLRM | DCNv2 | RDCN | Wukong | IsolatedWukong | FinalMLP | IsolatedFinalMLP | DHEN
          | IsolatedDHEN | DeepCrossAttention | NextItem)
@@ -52,16 +61,33 @@ def make_model(config: ModelConfig, features: FeatureSpec, encoders: Mapping[str
     return _KINDS[config.kind](config, features, encoders)
 
 
-def save_model(run: str | Path, model: Model, config: ModelConfig, features: FeatureSpec, name: str = "model") -> str:
-    """Write ``model`` into the folder ``run``; returns its version, ``NAME-`` and a hash of what was saved.
+@dataclass(frozen=True)
+class ModelVersion:
+    """One that a run keeps. ``number`` counts what the run has saved; ``saved_at``: microseconds since 1970."""
 
-    The weights are written first and both files are renamed into place, so a reader finds the old model or the new one.
+    version: str
+    number: int
+    saved_at: int
+    path: Path
+
+
+def save_model(run: str | Path, model: Model, config: ModelConfig, features: FeatureSpec, name: str = "model",
+               keep: int = KEEP) -> str:
+    """Write ``model`` into the folder ``run`` as its latest version, of which the last ``keep`` stay; returns the
+    version, ``NAME-`` and a hash of what was saved.
+
+    The weights are written first and all files are renamed into place, so a reader finds the old model or the new one.
+    What a model keeps of items (``semel.memory.ItemMemory``) is not part of it: that travels as deltas.
     """
     from safetensors.torch import save
 
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
     run = Path(run)
     run.mkdir(parents=True, exist_ok=True)
-    weights = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    apart = _kept_apart(model)
+    weights = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()
+               if not key.startswith(apart)}
     described: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "config": config.to_json(),
@@ -71,24 +97,84 @@ def save_model(run: str | Path, model: Model, config: ModelConfig, features: Fea
     }
     data = save(weights)
     digest = blake2b(data + json.dumps(described, sort_keys=True).encode(), digest_size=6).hexdigest()
+    before = model_versions(run)
     described["version"] = f"{name}-{digest}"
     described["weights"] = f"model-{digest}.safetensors"
+    described["number"] = max((one.number for one in before), default=0) + 1
+    described["saved_at"] = time.time_ns() // 1000
+    content = json.dumps(described, indent=1).encode()
     _write(run / described["weights"], data)
-    _write(run / "model.json", json.dumps(described, indent=1).encode())
-    for old in run.glob("model-*.safetensors"):
-        if old.name != described["weights"]:
-            old.unlink()
+    _write(run / f"model-{digest}.json", content)
+    _write(run / "model.json", content)
+    stay = {described["version"], *(one.version for one in before[::-1][: keep - 1])}
+    for old in model_versions(run):
+        if old.version not in stay:
+            old.path.unlink(missing_ok=True)
+            old.path.with_suffix(".safetensors").unlink(missing_ok=True)
     return described["version"]
 
 
-def load_model(run: str | Path) -> ModelArtifact:
-    """Read what ``save_model`` wrote. FileNotFoundError without it, ValueError for an unknown or damaged file."""
+def model_versions(run: str | Path) -> list[ModelVersion]:
+    """Those that the folder ``run`` keeps, in the order in which they were saved; empty where there is none."""
+    found = []
+    for path in Path(run).glob("model-*.json"):
+        try:
+            one = json.loads(path.read_text())
+            found.append(ModelVersion(one["version"], int(one["number"]), int(one["saved_at"]), path))
+        except FileNotFoundError:  # it has just been taken away
+            continue
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}; remove it, or train anew") from None
+    return sorted(found, key=lambda one: one.number)
+
+
+def current_version(run: str | Path) -> str:
+    """The version that ``load_model(run)`` gives. Raises what it raises."""
+    return _described(Path(run), None)["version"]
+
+
+def load_model(run: str | Path, version: str | None = None) -> ModelArtifact:
+    """Read what ``save_model`` wrote last, or the ``version`` that is named. FileNotFoundError without it (or where it
+    is no longer kept), ValueError for an unknown or damaged file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = Path(run) / "model.json"
+    run = Path(run)
+    described = _described(run, version)
+    config, features = ModelConfig.from_json(described["config"]), FeatureSpec.from_json(described["features"])
+    encoders: dict[str, nn.Module] = {
+        name: Scale() if size is None else Vocabulary(torch.arange(size))
+        for name, size in described["encoders"].items()
+    }
+    model = make_model(config, features, encoders)
+    apart = _kept_apart(model)
+    weights = run / described["weights"]
+    try:
+        lacking, unknown = model.load_state_dict(load_file(weights), strict=False)
+        lacking = [name for name in lacking if not name.startswith(apart)]
+        if lacking or unknown:
+            raise RuntimeError(f"without {', '.join(lacking) or 'nothing'}, with {', '.join(unknown) or 'nothing'} "
+                               "beside what it should hold")
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{weights} does not fit {run / 'model.json'}: {error}") from None
+    return ModelArtifact(model.eval(), features, described["version"], config, config.objective)
+
+
+def _described(run: Path, version: str | None) -> dict[str, Any]:
+    path = run / "model.json"
     if not path.exists():
         raise FileNotFoundError(f"{run} holds no model ({path.name} is missing); name a run folder that training wrote")
+    described = _read(path)
+    if version is None or described["version"] == version:
+        return described
+    for one in model_versions(run):
+        if one.version == version:
+            return _read(one.path)
+    kept = ", ".join(one.version for one in model_versions(run)) or described["version"]
+    raise FileNotFoundError(f"{run} does not keep model {version}; it has {kept}")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         described = json.loads(path.read_text())
         found = described["format_version"]
@@ -96,17 +182,12 @@ def load_model(run: str | Path) -> ModelArtifact:
         raise ValueError(f"{path} is damaged: {error}") from None
     if found != FORMAT_VERSION:
         raise ValueError(f"{path} has format version {found}, this version of semel reads {FORMAT_VERSION}")
-    config, features = ModelConfig.from_json(described["config"]), FeatureSpec.from_json(described["features"])
-    encoders: dict[str, nn.Module] = {
-        name: Scale() if size is None else Vocabulary(torch.arange(size))
-        for name, size in described["encoders"].items()
-    }
-    model = make_model(config, features, encoders)
-    try:
-        model.load_state_dict(load_file(Path(run) / described["weights"]))
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{Path(run) / described['weights']} does not fit {path}: {error}") from None
-    return ModelArtifact(model.eval(), features, described["version"], config, config.objective)
+    return described
+
+
+def _kept_apart(model: Any) -> tuple[str, ...]:
+    """What the names of a model's item memories begin with."""
+    return tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, ItemMemory))
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -18,6 +18,7 @@ _HOME = {
     "ReplayReport": "semel.serving.replays",
     "ScoredItem": "semel.serving.results",
     "ServerError": "semel.serving.client",
+    "VersionWatch": "semel.serving.versions",
     "create_app": "semel.serving.server",
     "replay": "semel.serving.replays",
     "run_server": "semel.serving.process",
@@ -25,7 +26,7 @@ _HOME = {
 
 __all__ = [
     "Client", "InvalidRequest", "NonFiniteScore", "Overloaded", "Pointer", "Predictor", "RankRequest", "RankResult",
-    "ReplayReport", "ScoredItem", "ServerError", "create_app", "replay", "run_server",
+    "ReplayReport", "ScoredItem", "ServerError", "VersionWatch", "create_app", "replay", "run_server",
 ]
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from semel.serving.replays import ReplayReport, replay
     from semel.serving.results import Pointer, RankRequest, RankResult, ScoredItem
     from semel.serving.server import create_app
+    from semel.serving.versions import VersionWatch
 
 
 def __getattr__(name: str) -> Any:

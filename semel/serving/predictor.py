@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from semel.batch import RequestBatch
     from semel.history import HistoryStore
     from semel.models import ModelArtifact
+    from semel.serving.versions import VersionWatch
 
 
 STATE_BYTES = 256 << 20
@@ -53,14 +54,14 @@ class Predictor:
         from semel.history import StoreError
         from semel.serving.schemas import is_string
 
-        self.artifact, self.store, self.catalogue = artifact, store, catalogue
+        self._artifact, self.store, self.catalogue = artifact, store, catalogue
         self.clock = Clock()
         self.max_candidates, self.share = max_candidates, share
         self.states = StateCache(state_bytes if share and shares(artifact) else 0)
         self.user_type, self.item_type = store.schema.user_id, item_type(store, artifact.features.item)
         self._string_users, self._string_items = is_string(self.user_type), is_string(self.item_type)
         self._refresh, self._owned, self._closed = refresh, owned, False
-        self._features = artifact.features
+        self.versions: VersionWatch | None = None
         self._reads: Any = _TimedReads(store)
         self._schema = exposure_schema(self.user_type, self.item_type)
         self._log = exposures
@@ -76,7 +77,8 @@ class Predictor:
         """The model of ``run`` over ``store`` (a path, or an open handle that stays the caller's to close).
 
         ``mode="a"`` opens the store for appending, as the server does; ``"r"`` reads beside a writer and looks for its
-        appends before each request. Raises FileNotFoundError for a missing run or store, ValueError where the store
+        appends before each request. Weights that training saves into ``run`` later are swapped in within a second
+        (``versions``). Raises FileNotFoundError for a missing run or store, ValueError where the store
         lacks a history column that the model reads, StoreLocked where ``"a"`` meets another writer.
         """
         run = Path(run)
@@ -85,6 +87,7 @@ class Predictor:
         from semel.examples.logs import ExposureLog
         from semel.history import HistoryStore
         from semel.models import load_model
+        from semel.serving.versions import VersionWatch
 
         owned = isinstance(store, (str, Path))
         if isinstance(store, (str, Path)) and not Path(store).exists():
@@ -105,11 +108,31 @@ class Predictor:
             predictor = cls(artifact, store, catalogue, exposures=log, max_candidates=max_candidates, share=share,
                             state_bytes=state_bytes, refresh=mode == "r", owned=owned)
             opened.pop_all()
+        predictor.versions = VersionWatch(predictor, run)
         return predictor
 
     @property
+    def artifact(self) -> ModelArtifact:
+        """The model that the next request is scored by."""
+        return self._artifact
+
+    @property
     def model_version(self) -> str:
-        return self.artifact.version
+        return self._artifact.version
+
+    def swap(self, artifact: ModelArtifact) -> None:
+        """Score by ``artifact`` from the next request on; those that have begun end with the model they began with.
+
+        It scores a made-up request first, so that no real one pays for its set-up. Raises ValueError, and changes
+        nothing, for a model of other tasks or of features that the store lacks: that takes a new server.
+        """
+        old = self._artifact
+        if (artifact.features.tasks, artifact.features.item) != (old.features.tasks, old.features.item):
+            raise ValueError(f"model {show(artifact.version)} has other tasks or another item column than "
+                             f"{show(old.version)}; serve it by a server of its own")
+        _check_columns(artifact.version, artifact, self.store, self.catalogue)
+        self._made_up_score(artifact)
+        self._artifact = artifact
 
     def rank(self, user_id: Id, candidates: Sequence[Id] | np.ndarray, context: dict[str, Any] | None = None,
              limit: int | None = None, as_of: int | None = None) -> RankResult:
@@ -129,6 +152,7 @@ class Predictor:
         """``rank`` of several requests, scored as one batch: an answer each, which is what ``rank`` would have raised
         where it is an exception. Their times are those of the batch."""
         started = time.perf_counter()
+        artifact = self._artifact  # one model for all of it, whatever is swapped meanwhile
         answers: list[Any] = [None] * len(requests)
         checked = []
         if self._refresh:
@@ -137,19 +161,20 @@ class Predictor:
                 self.catalogue.refresh()
         for place, request in enumerate(requests):
             try:
-                checked.append(self._check(place, request))
+                checked.append(self._check(place, request, artifact))
             except InvalidRequest as error:
                 answers[place] = error
         if not checked:
             return answers
-        batch, versions, history_s = self._materialize(checked)
+        batch, versions, history_s = self._materialize(checked, artifact)
         ready = time.perf_counter()
-        scores = self._score(batch)
+        scores = self._score(batch, artifact)
         scored = time.perf_counter()
         ends = batch.candidate_offsets.tolist()
         for index, one in enumerate(checked):
             try:
-                answers[one.place] = self._answer(one, index, batch, versions, scores.rows(*ends[index : index + 2]))
+                answers[one.place] = self._answer(one, index, batch, versions, scores.rows(*ends[index : index + 2]),
+                                                  artifact)
             except (NonFiniteScore, Overloaded) as error:
                 answers[one.place] = error
         ended = time.perf_counter()
@@ -164,22 +189,27 @@ class Predictor:
         """Score a made-up request, unlogged, so that the first real one does not pay for set-up and compilation."""
         from semel.serving.warming import twin
 
+        made_up = self._made_up_score(self._artifact)
+        with TemporaryDirectory() as folder, ExitStack() as opened:
+            store = opened.enter_context(twin(self.store, Path(folder) / "events", made_up.user_id))
+            catalogue = None
+            if self.catalogue is not None:
+                catalogue = opened.enter_context(twin(self.catalogue, Path(folder) / "items", made_up.items[0]))
+            live = Predictor(self.artifact, store, catalogue, share=self.share)
+            batch, *_ = live._materialize([replace(made_up, as_of=self.clock.now())], live.artifact)
+            live._score(batch, live.artifact)
+        self.states.clear()
+
+    def _made_up_score(self, artifact: ModelArtifact) -> _Checked:
+        """A request of nobody, scored twice and not logged."""
         user = check_id("-" if self._string_users else 0, "user_id", self._string_users)
         items = check_candidates([f"-{n}" for n in range(64)] if self._string_items else list(range(-64, 0)),
                                  self._string_items, self.max_candidates + 64)
         made_up = _Checked(0, "warm-up", user, items, {}, None, self.clock.now())
         for _ in range(2):
-            batch, *_ = self._materialize([made_up])
-            self._score(batch)
-        with TemporaryDirectory() as folder, ExitStack() as opened:
-            store = opened.enter_context(twin(self.store, Path(folder) / "events", user))
-            catalogue = None
-            if self.catalogue is not None:
-                catalogue = opened.enter_context(twin(self.catalogue, Path(folder) / "items", items[0]))
-            live = Predictor(self.artifact, store, catalogue, share=self.share)
-            batch, *_ = live._materialize([replace(made_up, as_of=self.clock.now())])
-            live._score(batch)
-        self.states.clear()
+            batch, *_ = self._materialize([made_up], artifact)
+            score(artifact, batch, self.share)
+        return made_up
 
     @property
     def pending_exposures(self) -> int:
@@ -205,6 +235,8 @@ class Predictor:
         if self._closed:
             return
         self._closed = True
+        if self.versions is not None:
+            self.versions.close()
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -220,15 +252,15 @@ class Predictor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, place: int, request: RankRequest) -> _Checked:
+    def _check(self, place: int, request: RankRequest, artifact: ModelArtifact) -> _Checked:
         user_id = check_id(request.user_id, "user_id", self._string_users)
         items = check_candidates(request.candidates, self._string_items, self.max_candidates)
-        context, limit = check_context(self._features, request.context), check_limit(request.limit)
+        context, limit = check_context(artifact.features, request.context), check_limit(request.limit)
         now = self.clock.now()
         as_of = check_as_of(request.as_of, now)
         return _Checked(place, uuid.uuid4().hex, user_id, items, context, limit, as_of, now)
 
-    def _materialize(self, requests: Sequence[_Checked]) -> tuple[RequestBatch, int, float]:
+    def _materialize(self, requests: Sequence[_Checked], artifact: ModelArtifact) -> tuple[RequestBatch, int, float]:
         """The batch, the version of the catalogue, and the seconds that the histories took."""
         from semel.batch import Jagged, RequestRows
         from semel.examples import materialize
@@ -242,26 +274,24 @@ class Predictor:
         items = [one.items for one in requests]
         rows = RequestRows(np.array([one.request_id for one in requests], dtype=object), pointers,
                            np.full(len(requests), catalogue_version, np.int64),
-                           context_columns([one.context for one in requests], self._features.request),
+                           context_columns([one.context for one in requests], artifact.features.request),
                            Jagged(np.concatenate(items), offsets_of([len(own) for own in items])), {}, {})
-        batch = materialize(rows, self._reads, self.catalogue, self._features, checksum=True)
+        batch = materialize(rows, self._reads, self.catalogue, artifact.features, checksum=True)
         return batch, catalogue_version, pointed + self._reads.seconds
 
-    def _score(self, batch: RequestBatch) -> Scores:
+    def _score(self, batch: RequestBatch, artifact: ModelArtifact) -> Scores:
         if not self.states.limit:
-            return score(self.artifact, batch, self.share)
+            return score(artifact, batch, self.share)
         parts = [batch] if batch.requests == 1 else [batch.slice(row, row + 1) for row in range(batch.requests)]
-        states = [self.states.get(state_key(part), partial(self._state, part)) for part in parts]
-        return score(self.artifact, batch, states=states)
+        states = [self.states.get(artifact.version.encode() + b"\0" + state_key(part), partial(_state, artifact, part))
+                  for part in parts]
+        return score(artifact, batch, states=states)
 
-    def _state(self, batch: RequestBatch) -> Any:
-        return request_states(self.artifact, batch)[0]
-
-    def _answer(self, one: _Checked, index: int, batch: RequestBatch, catalogue_version: int,
-                scores: Scores) -> RankResult:
+    def _answer(self, one: _Checked, index: int, batch: RequestBatch, catalogue_version: int, scores: Scores,
+                artifact: ModelArtifact) -> RankResult:
         """The answer to request ``index`` of the batch, whose exposure is handed to the writer."""
         if not (np.isfinite(scores.logits).all() and np.isfinite(scores.tasks).all()):
-            raise NonFiniteScore(f"request {one.request_id}: the model {show(self.model_version)} gave NaN or "
+            raise NonFiniteScore(f"request {one.request_id}: the model {show(artifact.version)} gave NaN or "
                                  "infinity; no score is made up for it. Check its weights and the request's numeric "
                                  "features")
         order = scores.order()
@@ -272,14 +302,14 @@ class Predictor:
             history = batch.request["history"]
             self._writer.submit(Exposure(
                 one.request_id, *pointer, catalogue_version, one.context, one.items, scores.ranked_by, scores.tasks,
-                order, returned, self.model_version,
+                order, returned, artifact.version,
                 int(batch.request["history_checksum"][index]) & 0xFFFF_FFFF_FFFF_FFFF, int(history.lengths[index]),
                 0 if history.status is None else int(history.status[index]), path_name(self.share), "cpu", one.now,
                 Membership(batch.request_id[0], index, batch.requests, batch.candidates)))
         best = order[:returned]
         results = list(map(ScoredItem._make, zip(one.items[best].tolist(), scores.ranked_by[best].tolist(),
                                                  strict=True)))
-        return RankResult(one.request_id, self.model_version, pointer, results, {})
+        return RankResult(one.request_id, artifact.version, pointer, results, {})
 
     def _write(self, exposures: Sequence[Exposure]) -> list[None]:
         self._log.append(exposures_table(exposures, self._schema))
@@ -298,6 +328,10 @@ class _Checked:
     limit: int | None
     as_of: int
     now: int = 0
+
+
+def _state(artifact: ModelArtifact, request: RequestBatch) -> Any:
+    return request_states(artifact, request)[0]
 
 
 class _TimedReads:
@@ -322,7 +356,8 @@ class _TimedReads:
         return getattr(self._store, name)
 
 
-def _check_columns(run: Path, artifact: ModelArtifact, store: HistoryStore, catalogue: HistoryStore | None) -> None:
+def _check_columns(run: Path | str, artifact: ModelArtifact, store: HistoryStore,
+                   catalogue: HistoryStore | None) -> None:
     for feature in artifact.features.history:
         if feature.name not in {*store.schema.columns, "event_time"}:
             raise ValueError(f"the model of {run} reads history column {feature.name!r}, which the store at "

@@ -6,17 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from semel.serving.scoring import on_path, score
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from semel.batch import RequestRows
     from semel.models import ModelArtifact
 
@@ -33,12 +34,14 @@ class ReplayReport:
     be read, and the read's status says so. ``bit_equal``: every score has the logged bits; ``max_difference``: the
     largest absolute difference of a score; ``max_scaled_difference``: the same over the largest score of its request
     (1 where all are smaller). ``incomplete_batches``: requests scored in another batch shape than logged, because the
-    rest of their batch is missing. ``other_versions``: exposures of other models, left out. ``served_ne``,
+    rest of their batch is missing. ``model_version``: the run's latest; ``by_version``: requests by what scored them,
+    of the versions that the run keeps; ``other_versions``: exposures of other models, left out. ``served_ne``,
     ``replayed_ne``: normalized entropy of the first task over the ``labelled`` candidates that have an outcome, None
     without any or for a regression; ``skew`` is their difference.
     """
 
     model_version: str
+    by_version: dict[str, int]
     requests: int
     candidates: int
     histories_equal: int
@@ -68,10 +71,12 @@ class ReplayReport:
 
 def replay(run: str | Path, store: str | Path, limit: int | None = None,
            progress: Callable[[int, int], None] | None = None) -> ReplayReport:
-    """Read the exposures that ``run``'s model served over ``store``, materialize and score each again, and compare.
+    """Read the exposures that models of ``run`` served over ``store``, materialize and score each again by the version
+    that scored it, and compare.
 
     May run beside the server. ``limit``: only the last so many; ``progress`` gets (done, requests). Raises
-    FileNotFoundError for a missing run, store or log, ValueError for a log without exposures of this model.
+    FileNotFoundError for a missing run, store or log, ValueError for a log without exposures of a version that the run
+    keeps.
     """
     started = time.perf_counter()
     if limit is not None and limit < 1:
@@ -82,33 +87,50 @@ def replay(run: str | Path, store: str | Path, limit: int | None = None,
             raise FileNotFoundError(f"no {what} at {path}")
     from semel.examples import ExposureLog, OutcomeLog, exposure_rows
     from semel.history import HistoryStore
-    from semel.models import load_model
+    from semel.models import current_version, load_model, model_versions
 
-    artifact = load_model(run)
+    latest = current_version(run)
     log = ExposureLog(folder / "exposures").read()
     if not len(log):
         raise FileNotFoundError(f"no exposures under {folder}; rank something first (semel serve, POST /v1/rank)")
-    exposures, others = _of_model(log, artifact.version, limit)
+    exposures, others = _of_models(log, {latest, *(one.version for one in model_versions(run))}, latest, limit)
+    parts, found = [], []
+    done = 0
     with ExitStack() as stack:
         history = stack.enter_context(closing(HistoryStore.open(folder, mode="r")))
         catalogue = stack.enter_context(closing(HistoryStore.open(folder / "catalogue", mode="r"))) \
             if (folder / "catalogue").exists() else None
-        rows = exposure_rows(exposures, artifact.features.request)
-        again = _Again(artifact, exposures, rows)
-        again.run(history, catalogue, progress)
-    outcomes = OutcomeLog(folder / "outcomes").read()
-    labelled, served_ne, replayed_ne = _entropies(artifact, exposures, outcomes, again.served, again.replayed)
+        for version in sorted(set(exposures["model_version"].to_pylist())):
+            part = exposures.filter(pc.equal(exposures["model_version"], version))
+            artifact = load_model(run, version)
+            again = _Again(artifact, part, exposure_rows(part, artifact.features.request))
+            again.run(history, catalogue, None if progress is None else partial(_after, progress, done, len(exposures)))
+            done += len(part)
+            parts.append(part)
+            found.append(again)
+    served, replayed = (np.concatenate([getattr(again, name) for again in found]) for name in ("served", "replayed"))
+    labelled, served_ne, replayed_ne = _entropies(artifact, pa.concat_tables(parts),
+                                                  OutcomeLog(folder / "outcomes").read(), served, replayed)
+
+    def total(name: str) -> int:
+        return sum(getattr(again, name) for again in found)
+
     return ReplayReport(
-        artifact.version, len(rows), len(again.served), again.equal, again.erased, again.bit_equal,
-        again.max_difference, again.max_scaled, again.incomplete, others, labelled, served_ne, replayed_ne,
+        latest, {again.version: len(again) for again in found}, len(exposures), len(served), total("equal"),
+        total("erased"), total("bit_equal"), max(again.max_difference for again in found),
+        max(again.max_scaled for again in found), total("incomplete"), others, labelled, served_ne, replayed_ne,
         None if served_ne is None or replayed_ne is None else served_ne - replayed_ne, time.perf_counter() - started)
 
 
+def _after(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    progress(before + done, total)
+
+
 class _Again:
-    """The second computation: batch by batch as logged, adding up what differs."""
+    """The second computation of what one model scored: batch by batch as logged, adding up what differs."""
 
     def __init__(self, artifact: ModelArtifact, exposures: pa.Table, rows: RequestRows):
-        self._artifact, self._rows = artifact, rows
+        self._artifact, self._rows, self.version = artifact, rows, artifact.version
         self._column = {name: exposures[name].to_numpy() for name in (
             "history_checksum", "history_status", "batch_requests", "path", "device")}
         self._batch = exposures["batch_id"].to_pylist()
@@ -118,7 +140,10 @@ class _Again:
         self.equal = self.erased = self.bit_equal = self.incomplete = 0
         self.max_difference = self.max_scaled = 0.0
 
-    def run(self, store: Any, catalogue: Any, progress: Callable[[int, int], None] | None) -> None:
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def run(self, store: Any, catalogue: Any, progress: Callable[[int], None] | None) -> None:
         def path_of(members: np.ndarray) -> str:
             return self._column["path"][members[0]]
 
@@ -130,7 +155,7 @@ class _Again:
                     self._one(members, store, catalogue, share)
                     done += len(members)
                     if progress is not None:
-                        progress(done, len(self._rows))
+                        progress(done)
 
     def _one(self, members: np.ndarray, store: Any, catalogue: Any, share: bool) -> None:
         """One logged batch: its rows, materialized and scored again together."""
@@ -179,14 +204,14 @@ class _Again:
         self.max_scaled = max(self.max_scaled, difference / scale)
 
 
-def _of_model(log: pa.Table, version: str, limit: int | None) -> tuple[pa.Table, int]:
-    """The exposures of one model, each request once, the last ``limit`` of them; how many are of other models."""
-    import pyarrow.compute as pc
-
-    own = log.filter(pc.equal(log["model_version"], version))
+def _of_models(log: pa.Table, versions: set[str], latest: str, limit: int | None) -> tuple[pa.Table, int]:
+    """The exposures of these models, each request once, the last ``limit`` of them; how many are of other models."""
+    own = log.filter(pc.is_in(log["model_version"], pa.array(sorted(versions))))
     if not len(own):
         seen = ", ".join(sorted(set(log["model_version"].to_pylist()))[:3])
-        raise ValueError(f"no exposures of model {version}; the log has {len(log)} of {seen}")
+        raise ValueError(f"no exposures of model {latest}"
+                         + (f" or the {len(versions) - 1} before it that the run keeps" if len(versions) > 1 else "")
+                         + f"; the log has {len(log)} of {seen}")
     first = np.unique(own["request_id"].to_numpy(), return_index=True)[1]
     keep = np.sort(first)
     if limit is not None:

@@ -293,7 +293,8 @@ class _Following:
         self.saved = self.step
         if self.ranks.rank:
             return
-        self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features, self.recipe.name)
+        self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features, self.recipe.name,
+                                  self.recipe.keep_versions)
         tensors: dict[str, Tensor] = {
             f"{name}.{metric}.{part}": torch.from_numpy(np.asarray(value))
             for name, pair in sums.items() for metric, one in zip(("ne", "auc"), pair, strict=True)

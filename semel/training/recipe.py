@@ -80,7 +80,8 @@ class Recipe:
     weights, gradients and losses are float32. ``overlap``: prepare the next batches while one computes (the losses are
     the same). ``balance``: which rank and thread computes which request, so that none waits for the longest
     histories: a partition of ``semel.training.balance`` by cost, where t events and candidates cost
-    ``t + quadratic t^2``; "none" leaves requests in their order and cuts it evenly."""
+    ``t + quadratic t^2``; "none" leaves requests in their order and cuts it evenly. ``keep_versions``: of the models
+    that a run saves the last so many stay, so that what they served can be replayed."""
 
     name: str
     features: FeatureSpec = FeatureSpec()
@@ -99,12 +100,13 @@ class Recipe:
     overlap: bool = True
     balance: Literal["none", "equal_count", "equal_cost", "zigzag", "segments", "karmarkar_karp", "lpt"] = "none"
     quadratic: float = 0.0
+    keep_versions: int = 5
     store: str = "./store"
     out: str = "./runs"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch", "pieces", "patience", "validate_every", "checkpoint_steps",
-                     "accumulate_tokens"):
+                     "accumulate_tokens", "keep_versions"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"recipe {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")

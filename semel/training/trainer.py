@@ -87,7 +87,7 @@ class Trainer:
         if resume is not None:
             run = Run.open(resume)
             different = [name for name, value in run.recipe.to_json().items()
-                         if name not in ("out", "epochs", "store", "overlap") and value != recipe.to_json()[name]]
+                         if name not in ("out", "epochs", "store", "overlap", "keep_versions") and value != recipe.to_json()[name]]
             if different:
                 raise ValueError(f"{resume} was trained with another {different[0]!r}; resume it with its own recipe")
         ranks = Ranks()
@@ -243,7 +243,7 @@ class _Loop:
             self.best, self.since_best = score, 0
             if self.chief:
                 self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
-                                          self.recipe.name)
+                                          self.recipe.name, self.recipe.keep_versions)
         else:
             self.since_best += 1
         return self.since_best >= self.recipe.patience

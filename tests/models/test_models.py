@@ -8,7 +8,15 @@ import torch
 from model_batches import FEATURES, config, encoders, make_batch
 
 from semel.batch import JaggedTable, RequestBatch
-from semel.models import EncoderConfig, load_model, make_model, ranking_loss, save_model
+from semel.models import (
+    EncoderConfig,
+    current_version,
+    load_model,
+    make_model,
+    model_versions,
+    ranking_loss,
+    save_model,
+)
 
 KINDS = [("sequence_ranker", "hstu"), ("sequence_ranker", "transformer"), ("deep_cross_attention", "hstu"),
          ("deep_cross_attention", "transformer"),
@@ -67,7 +75,27 @@ def test_saved_and_loaded_gives_the_same_outputs(kind, encoder, tmp_path):
     assert artifact.features == FEATURES and artifact.config == config(kind, encoder)
     assert torch.equal(artifact.model(batch), model(batch))
     assert save_model(tmp_path, build(kind, encoder, seed=1), config(kind, encoder), FEATURES, "m") != version
-    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert torch.equal(load_model(tmp_path, version).model(batch), model(batch))  # the version before is still there
+
+
+def test_the_last_versions_stay_and_are_found_by_name(tmp_path):
+    batch, saved = make_batch([5, 0, 20], [3, 2, 1]), []
+    for seed in range(5):
+        model = build("dlrm", seed=seed).eval()
+        saved.append((save_model(tmp_path, model, config("dlrm"), FEATURES, "m", keep=3), model))
+    kept = model_versions(tmp_path)
+    assert [one.version for one in kept] == [version for version, _ in saved[2:]]
+    assert [one.number for one in kept] == [3, 4, 5] and len(list(tmp_path.glob("*.safetensors"))) == 3
+    for version, model in saved[2:]:
+        assert torch.equal(load_model(tmp_path, version).model(batch), model(batch))
+    assert current_version(tmp_path) == saved[-1][0]
+    with pytest.raises(FileNotFoundError, match=f"does not keep model {saved[0][0]}; it has m-"):
+        load_model(tmp_path, saved[0][0])
+    again, model = saved[2]
+    assert save_model(tmp_path, model, config("dlrm"), FEATURES, "m", keep=3) == again  # the same weights: the latest
+    assert [one.version for one in model_versions(tmp_path)] == [saved[3][0], saved[4][0], again]
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        save_model(tmp_path, model, config("dlrm"), FEATURES, "m", keep=0)
 
 
 def test_a_missing_unknown_or_damaged_model_is_one_clear_error(tmp_path):

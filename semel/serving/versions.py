@@ -1,0 +1,93 @@
+"""New weights under a running predictor: a watcher that swaps them in when a run's folder has a new version.
+
+A request is scored by one version from its first read to its answer, and its exposure names it; requests that came
+before a swap end with the version they began with, and none waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from semel.serving.predictor import Predictor
+
+log = logging.getLogger("semel.serving")
+POLL_S = 0.5
+
+
+class VersionWatch:
+    """A thread that calls ``predictor.swap`` when ``run`` has a new model.
+
+    ``error``: why the latest could not be swapped in (damaged, other tasks), None after a good one; the predictor then
+    goes on with what it has, and the version is tried again when the folder changes. ``paused``: nothing is swapped
+    while it is set (a version is pinned); after it the latest version is. A context manager: closing ends the thread.
+    """
+
+    def __init__(self, predictor: Predictor, run: str | Path, interval: float = POLL_S) -> None:
+        if not interval > 0:
+            raise ValueError(f"interval must be above 0, got {interval}")
+        self.predictor, self.run, self.interval = predictor, Path(run), interval
+        self.error: Exception | None = None
+        self.paused = False
+        self._seen: tuple[int, ...] | None = None
+        self._polling = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="semel-versions", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> bool:
+        """Look now: whether a new version was swapped in. Raises what stood in the way."""
+        with self._polling:
+            return self._poll()
+
+    def close(self) -> None:
+        """Safe to call again."""
+        self._stop.set()
+        self._thread.join()
+
+    def __enter__(self) -> VersionWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _poll(self) -> bool:
+        from semel.models import current_version, load_model
+
+        signature = None if self.paused else self._signature()
+        if signature is None or signature == self._seen:
+            self._seen = signature  # after a pause the latest is looked at anew
+            return False
+        new = current_version(self.run) != self.predictor.model_version
+        if new:
+            self.predictor.swap(load_model(self.run))
+        self._seen = signature
+        return new
+
+    def _signature(self) -> tuple[int, ...] | None:
+        """Of ``model.json``: changes with every version, and costs no read."""
+        try:
+            found = os.stat(self.run / "model.json")
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _run(self) -> None:
+        failed: tuple[int, ...] | None = None
+        while not self._stop.wait(self.interval):
+            signature = self._signature()
+            if signature is not None and signature == failed:
+                continue
+            try:
+                self.poll()
+                self.error, failed = None, None
+            except FileNotFoundError as error:  # newer ones have taken its place while it was read: look again
+                self.error = error
+            except Exception as error:  # whatever it is, the version that serves goes on
+                self.error, failed = error, signature
+                log.error("%s: the new version is not served, %s goes on: %s", self.run,
+                          self.predictor.model_version, error)
