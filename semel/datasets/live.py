@@ -64,8 +64,8 @@ class LiveSite:
 
     def __init__(self, config: SimulationConfig, gap_us: int) -> None:
         if gap_us < 10_000:
-            raise ValueError(f"gap_us ({gap_us}) must be at least 10,000: times are whole milliseconds, and the views of "
-                             "a request lie before the next one")
+            raise ValueError(f"gap_us ({gap_us}) must be at least 10,000: times are whole milliseconds, and the views "
+                             "of a request lie before the next one")
         self.config, self.gap_us = config, gap_us
         self.begin = config.start_us + config.hours * HOUR_US
         longer = replace(config, hours=config.hours + 24 * LIVE_DAYS)
@@ -77,6 +77,8 @@ class LiveSite:
         self._topics = topic_names(config.topics).to_pylist()
         self._counts = np.zeros((config.users, config.topics))
         self._past: SimulatedData | None = None
+        self._all_rows: pa.Table | None = None
+        self._block = lru_cache(maxsize=8)(self._draw)
 
     @property
     def past(self) -> SimulatedData:
@@ -111,10 +113,10 @@ class LiveSite:
         drawn = self._block(block)
         user = int(drawn.requests.user[place])
         surface = self.config.surfaces[int(drawn.requests.surface[place])]
-        return LiveRequest(
-            number, FIRST_USER + user, int(drawn.requests.as_of[place]), surface.shown,
-            tuple((FIRST_ITEM + drawn.candidates[place]).tolist()),
-            {"surface": surface.name, "age": AGES[self._users.age[user]], "country": COUNTRIES[self._users.country[user]]})
+        context = {"surface": surface.name, "age": AGES[self._users.age[user]],
+                   "country": COUNTRIES[self._users.country[user]]}
+        return LiveRequest(number, FIRST_USER + user, int(drawn.requests.as_of[place]), surface.shown,
+                           tuple((FIRST_ITEM + drawn.candidates[place]).tolist()), context)
 
     def views(self, request: LiveRequest, shown: Sequence[int]) -> Views:
         """The user's answer to being shown these items (ids, by position); remembered for its next requests."""
@@ -148,7 +150,7 @@ class LiveSite:
 
     @property
     def _rows(self) -> pa.Table:
-        if not hasattr(self, "_all_rows"):
+        if self._all_rows is None:
             self._all_rows = item_rows(self._items)
         return self._all_rows
 
@@ -165,10 +167,6 @@ class LiveSite:
         self._counts[user] *= 0.5 ** (len(topics) / self.config.affinity_half_life)
         np.add.at(self._counts[user], topics[clicks], 1.0)
 
-    def _block(self, number: int) -> _Block:
-        return self._draw(number)
-
-    @lru_cache(maxsize=8)  # noqa: B019: as long-lived as the process
     def _draw(self, number: int) -> _Block:
         config = self.config
         random = np.random.default_rng([config.seed, 7, number])

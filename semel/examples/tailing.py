@@ -20,11 +20,14 @@ class LogPosition(NamedTuple):
     offset: int = 0
 
 
+BEGINNING = LogPosition()
+
+
 class LogTail:
     """``read()`` gives the records of ``log`` since ``position``, each whole, with the position behind it. One process
     appends to the log meanwhile, or nobody; a segment that has a later one beside it is not appended to any more."""
 
-    def __init__(self, log: ExposureLog | OutcomeLog, position: LogPosition = LogPosition()) -> None:
+    def __init__(self, log: ExposureLog | OutcomeLog, position: LogPosition = BEGINNING) -> None:
         self._log, self.position = log._log, position
         self._schema: pa.Schema | None = None
 
@@ -44,6 +47,8 @@ class LogTail:
             for _, batch, end in read_records(path, max(offset, SEGMENT_HEADER)):
                 self.position = LogPosition(number, end)
                 table = pa.Table.from_batches([batch])
-                yield (table if table.schema == self._schema else conform(table, self._schema, str(path))), self.position
+                if table.schema != self._schema:
+                    table = conform(table, self._schema, str(path))
+                yield table, self.position
             if number != numbers[-1]:
                 self.position = LogPosition(number + 1, SEGMENT_HEADER)

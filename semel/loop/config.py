@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +50,12 @@ class LoopConfig:
     def make_recipe(self, folder: LoopFolder) -> Recipe:
         """The recipe with its overrides, on the loop's own folders. ValueError for what is none."""
         from semel import recipes
-        from semel.training import override, with_paths
+        from semel.training import override
 
         recipe = override(recipes.get(self.recipe), dict(self.assign))
         if recipe.model.objective != "ranking":
             raise ValueError(f"recipe {self.recipe!r} predicts the next item; a loop trains ranking recipes")
-        return with_paths(recipe, folder.store, folder.runs)
+        return replace(recipe, store=str(folder.store), out=str(folder.runs))
 
 
 class LoopFolder:
@@ -82,8 +82,8 @@ class LoopFolder:
             for field in fields(LoopConfig):
                 old, new = getattr(found, field.name), getattr(config, field.name)
                 if old != new:
-                    raise ValueError(f"{self.path} holds a loop with {field.name} {_shown(old)}, not {_shown(new)}; go on "
-                                     "with what it has, or choose another --dir")
+                    raise ValueError(f"{self.path} holds a loop with {field.name} {_shown(old)}, not {_shown(new)}; go "
+                                     "on with what it has, or choose another --dir")
             return found
         if self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
             raise FileExistsError(f"{self.path} is there and holds no loop; choose another --dir")

@@ -17,9 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from semel.loop.config import LoopConfig, LoopFolder
+from semel.loop.config import LoopFolder
 from semel.loop.figures import Entropy, Recent, quantile
 from semel.loop.ledger import Answer, Ledger
 from semel.loop.sites import NEW_PLACES, Ask, Site, make_site
@@ -60,11 +61,9 @@ class Driver:
 
     def run(self, last_s: float = 15.0) -> None:
         self._restore()
-        names: list[tuple[str, Callable[[], None]]] = [(f"ask-{n}", self._ask) for n in range(ASKING)]
-        askers = [threading.Thread(target=_whole(work, self), name=name, daemon=True) for name, work in names]
-        senders = [threading.Thread(target=_whole(lambda kind=kind: self._send(kind), self), name=f"send-{kind}",
-                                    daemon=True) for kind in self._queues]
-        items = threading.Thread(target=_whole(self._upload, self), name="items", daemon=True)
+        askers = [_thread(self, f"ask-{number}", self._ask) for number in range(ASKING)]
+        senders = [_thread(self, f"send-{kind}", partial(self._send, kind)) for kind in self._queues]
+        items = _thread(self, "items", self._upload)
         self._began = time.monotonic()
         for thread in (*askers, *senders, items):
             thread.start()
@@ -152,7 +151,7 @@ class Driver:
                 continue
             self.figures.ranked(time.perf_counter() - started, len(result.results), len(candidates),
                                 result.pointer.version < before)
-            self._answered(ask, result)
+            self._answered(ask, result, new)
             return
 
     def _new_candidates(self, ask: Ask) -> list[Any]:
@@ -160,10 +159,10 @@ class Driver:
             new = [item for item in list(self._unseen)[: NEW_PLACES] if item not in ask.candidates]
         return new[: len(ask.candidates) // 2]
 
-    def _answered(self, ask: Ask, result: RankResult) -> None:
+    def _answered(self, ask: Ask, result: RankResult, new: list[Any]) -> None:
         now = time.time()
         with self._turn:
-            seen = self.site.seen(ask, [item for item, _ in result.results])
+            seen = self.site.seen(ask, [item for item, _ in result.results], new)
             score = dict(result.results)
             answer = Answer(
                 ask.number, result.request_id, ask.user_id, now, result.model_version,
@@ -175,9 +174,11 @@ class Driver:
                  for place, (item, label) in enumerate(zip(seen.shown, seen.labels, strict=True))])
             self.ledger.add(answer)
             for item in seen.shown:
-                if item in self._unseen and (seconds := self.ledger.item_shown(item, result.request_id, now)) is not None:
+                if item in self._unseen:
                     self._unseen.remove(item)
-                    self.figures.uploads.append(seconds)
+                    seconds = self.ledger.item_shown(item, result.request_id, now)
+                    if seconds is not None:
+                        self.figures.uploads.append(seconds)
         self.figures.learned(answer)
         self.figures.answers += 1
         chance = random.Random(f"{self.key}-{ask.number}")  # the same after a restart, were it asked again
@@ -359,8 +360,8 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _whole(work: Callable[[], None], driver: Driver) -> Callable[[], None]:
-    """A thread's fault ends the driver, which says what it was."""
+def _thread(driver: Driver, name: str, work: Callable[[], None]) -> threading.Thread:
+    """A thread whose fault ends the driver, which says what it was."""
 
     def run() -> None:
         try:
@@ -370,7 +371,7 @@ def _whole(work: Callable[[], None], driver: Driver) -> Callable[[], None]:
             driver.stopping.set()
             driver.ended.set()
 
-    return run
+    return threading.Thread(target=run, name=name, daemon=True)
 
 
 def main(arguments: list[str]) -> None:

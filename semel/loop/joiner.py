@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from semel.examples import ExposureLog, OutcomeLog, join, rows_to_table
-from semel.examples.exposures import exposure_schema, outcome_schema
+from semel.examples.exposures import outcome_schema
 from semel.examples.tailing import LogPosition, LogTail
 from semel.history.durable import replace_file, sync_folder
 from semel.loop.config import LoopFolder
@@ -39,7 +39,7 @@ FORMAT = 1
 GRACE_US = 2_000_000
 """An outcome is stamped before it is on disk: so much later the log has all that were received in a window."""
 MOST_A_FILE = 4096
-EVERY_S = 1.0
+EVERY_S = 2.0
 _COUNTS = ("used", "duplicates", "unshown", "other_tasks", "unmatched_items", "late", "unmatched_requests")
 
 
@@ -211,7 +211,8 @@ class Joiner:
             try:
                 values = json.loads(path.read_text())
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path} is damaged ({error}); remove it and all files beside it to join anew") from None
+                raise ValueError(f"{path} is damaged ({error}); remove it and all files beside it to join anew"
+                                 ) from None
             if values.pop("format", None) != FORMAT:
                 raise ValueError(f"{path}: unknown format; this Semel reads {FORMAT}")
             state = _State(**values)
@@ -233,7 +234,8 @@ def main(arguments: list[str]) -> None:
     folder = LoopFolder(arguments[0])
     config, _ = folder.load()
     recipe = config.make_recipe(folder)
-    joiner = Joiner(folder.store, folder.rows, recipe.features.tasks, recipe.features.request, round(1e6 * config.window))
+    joiner = Joiner(folder.store, folder.rows, recipe.features.tasks, recipe.features.request,
+                    round(1e6 * config.window))
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

@@ -56,8 +56,8 @@ class Ledger:
             self._db.executescript(_TABLES)
 
     def add(self, answer: Answer) -> None:
-        self._run("INSERT INTO answers (number, request_id, user_id, answered_at, model_version, shown, events, outcomes,"
-                  " events_at, outcomes_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        self._run("INSERT INTO answers (number, request_id, user_id, answered_at, model_version, shown, events, "
+                  "outcomes, events_at, outcomes_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                   (answer.number, answer.request_id, json.dumps(answer.user_id), answer.answered_at,
                    answer.model_version, *map(json.dumps, (answer.shown, answer.events, answer.outcomes)),
                    None if answer.events else 0.0, None if answer.outcomes else 0.0))
@@ -84,8 +84,8 @@ class Ledger:
     def answers(self, where: str = "1", most: int = -1) -> Iterator[Answer]:
         """In the order of the answers; ``most`` of the last ones."""
         order = "place" if most < 0 else "place DESC LIMIT " + str(most)
-        rows = self._rows("SELECT number, request_id, user_id, answered_at, model_version, shown, events, outcomes FROM "
-                          f"answers WHERE {where} ORDER BY {order}")
+        rows = self._rows("SELECT number, request_id, user_id, answered_at, model_version, shown, events, outcomes "
+                          f"FROM answers WHERE {where} ORDER BY {order}")
         for row in rows if most < 0 else reversed(rows):
             yield Answer(row[0], row[1], json.loads(row[2]), row[3], row[4], [tuple(s) for s in json.loads(row[5])],
                          json.loads(row[6]), json.loads(row[7]))
@@ -137,8 +137,8 @@ class Ledger:
     def item_shown(self, item: Any, request_id: str, at: float) -> float | None:
         """Seconds since its upload began, if this is the first time that the item is shown."""
         with self._lock:
-            changed = self._db.execute("UPDATE items SET shown_at = ?, request_id = ? WHERE item_id = ? AND shown_at IS "
-                                       "NULL AND began_at IS NOT NULL", (at, request_id, json.dumps(item))).rowcount
+            changed = self._db.execute("UPDATE items SET shown_at = ?, request_id = ? WHERE item_id = ? AND shown_at "
+                                       "IS NULL AND began_at IS NOT NULL", (at, request_id, json.dumps(item))).rowcount
         if not changed:
             return None
         return float(at - self._rows("SELECT began_at FROM items WHERE item_id = ?", (json.dumps(item),))[0][0])

@@ -36,14 +36,16 @@ def prepare(folder: LoopFolder, config: LoopConfig, say: Callable[[str], None]) 
     say(f"a first model: {recipe.name}, {FIRST_EPOCHS} epoch")
     first = _run("train", recipe.name, "--store", folder.store, "--out", folder.runs, *overrides(config),
                  "--set", f"epochs={FIRST_EPOCHS}", "--json", log=folder.logs / "prepare.log")
-    run = _run("train", "--from", first, "--follow", folder.rows, "--until-idle", "0", "--out", folder.runs, "--json",
-               log=folder.logs / "prepare.log")
+    run = _run("train", "--from", first, "--follow", folder.rows, "--until-idle", "0", "--out", folder.runs,
+               *overrides(config), "--json", log=folder.logs / "prepare.log")
     replace_file(done, json.dumps({"run": run, "first": first}).encode())
     return Path(run)
 
 
 def overrides(config: LoopConfig) -> list[str]:
-    return [word for name, value in config.assign for word in ("--set", f"{name}={value}")]
+    """The fields that a loop sets, and then those that its user does."""
+    assign = (("keep_versions", str(KEEP_VERSIONS)), *config.assign)
+    return [word for name, value in assign for word in ("--set", f"{name}={value}")]
 
 
 def command(*words: object) -> list[str]:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+STARTING_S = 240.0
+"""For a process to give its first sign of life: a cold start compiles and loads, on a machine that may be busy."""
 STEADY_S = 20.0
 """Up for so long, a process counts as well: its next end is waited for as briefly as its first."""
 LOG_BYTES = 8 << 20
@@ -37,6 +39,7 @@ class Child:
         self.ended_at: float | None = None
         self.last_code: int | None = None
         self.wanted = True
+        self._signed = self._killed = False
         self._failures = 0
 
     @property
@@ -55,7 +58,7 @@ class Child:
                                             start_new_session=True)
         self.pid_file.write_text(f"{self.process.pid} {born(self.process.pid)}")
         self.started = self.last_sign = time.monotonic()
-        self.ended_at = None
+        self.ended_at, self._signed, self._killed = None, False, False
 
     def watch(self, now: float) -> str | None:
         """To be called often: starts what is not up and should be. A line about what happened, or None."""
@@ -65,10 +68,12 @@ class Child:
             return None
         code = self.process.poll()
         if code is None:
-            if self.silence is not None and now - self.last_sign > self.silence:
-                self.kill()
-                return f"{self.name} gave no sign of life for {self.silence:.0f} s and was killed"
-            return None
+            patience = self.silence if self._signed else STARTING_S
+            if self.silence is None or patience is None or now - self.last_sign <= patience or self._killed:
+                return None
+            self.kill()
+            self._killed = True
+            return f"{self.name} gave no sign of life for {patience:.0f} s and was killed"
         if self.ended_at is None:
             self.ended_at, self.last_code = now, code
             self._failures = 0 if now - self.started > STEADY_S else self._failures + 1
@@ -81,7 +86,7 @@ class Child:
 
     def sign(self) -> None:
         """It is alive."""
-        self.last_sign = time.monotonic()
+        self.last_sign, self._signed = time.monotonic(), True
 
     def kill(self) -> None:
         """Without giving it a chance: what a crash is like."""
@@ -151,7 +156,7 @@ def born(pid: int) -> str:
 
 
 def resident(pid: int) -> int:
-    """Bytes that a process holds in memory, without what it shares as mapped files where that can be told; 0 of none."""
+    """Bytes that a process holds in memory, without mapped files where that can be told; 0 of none."""
     if sys.platform.startswith("linux"):
         try:
             pages = Path(f"/proc/{pid}/statm").read_text().split()

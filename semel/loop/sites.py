@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ class Site(Protocol):
         """None behind the last one."""
         ...
 
-    def seen(self, ask: Ask, best_first: Sequence[Id]) -> Seen:
-        """What the user does with a ranking; once for each request, in the order of the answers."""
+    def seen(self, ask: Ask, best_first: Sequence[Id], new: Sequence[Id] = ()) -> Seen:
+        """What the user does with a ranking; once for each request, in the order of the answers. ``new``: candidates
+        that nobody has seen yet; a page keeps its last place for the best of them."""
         ...
 
     def remember(self, answer: Answer) -> None:
@@ -100,9 +102,11 @@ class SimulatedSite:
         request = self.live.request(number)
         return Ask(number, request.as_of, request.user_id, list(request.candidates), dict(request.context))
 
-    def seen(self, ask: Ask, best_first: Sequence[Id]) -> Seen:
+    def seen(self, ask: Ask, best_first: Sequence[Id], new: Sequence[Id] = ()) -> Seen:
         request = self.live.request(ask.number)
         shown = list(best_first[: request.shown])
+        if new and not set(new) & set(shown):
+            shown[-1] = next(item for item in best_first if item in new)
         views = self.live.views(request, shown)
         events = [{"user_id": ask.user_id, "item_id": item, "event_time": time, "action": "click" if click else "view",
                    "click": int(click), "topic": topic, "surface": ask.context["surface"], "watch_ms": watched}
@@ -186,7 +190,7 @@ class ReplayedSite:
         return Ask(number, int(self._requests.as_of[number]), user, [candidates[i] for i in order],
                    self._context.get(user, {}))
 
-    def seen(self, ask: Ask, best_first: Sequence[Id]) -> Seen:
+    def seen(self, ask: Ask, best_first: Sequence[Id], new: Sequence[Id] = ()) -> Seen:
         labels = self._requests.labels(ask.number)
         shown = [item for item in best_first if item in labels]
         events = [{"user_id": ask.user_id, "item_id": item, "event_time": time,
@@ -248,8 +252,8 @@ def _sittings(events: pa.Table, recipe: Recipe) -> _Sittings:
     labels = labels_of(recipe.features, config.like_threshold)
     missing = [label.column for label in labels if label.column and label.column not in events.column_names]
     if missing:
-        raise ValueError(f"the data set has no column {missing[0]!r} to make labels of for recipe {recipe.name!r}; it has "
-                         f"{', '.join(events.column_names)}")
+        raise ValueError(f"the data set has no column {missing[0]!r} to make labels of for recipe {recipe.name!r}; it "
+                         f"has {', '.join(events.column_names)}")
     columns = {name: column_to_numpy(events[name]) for name in events.column_names}
     users, codes = np.unique(columns["user_id"], return_inverse=True)
     times = columns["event_time"].astype(np.int64)
@@ -276,7 +280,8 @@ def _contexts(users: pa.Table | None, features: FeatureSpec) -> dict[Id, dict[st
     if not names:
         return {}
     if users is None or set(names) - set(users.column_names):
-        raise ValueError(f"the recipe reads request features {', '.join(names)}, which this data set's users do not have")
+        raise ValueError(f"the recipe reads request features {', '.join(names)}, which this data set's users do not "
+                         "have")
     return {row["user_id"]: {name: row[name] for name in names if row[name] is not None}
             for row in users.select(["user_id", *names]).to_pylist()}
 
@@ -289,13 +294,13 @@ def make_site(config: LoopConfig, recipe: Recipe) -> SimulatedSite | ReplayedSit
         there = {"item_id", "click", "topic", "surface", "watch_ms", "action", "author_id", "duration_ms", "title",
                  "age", "country", "event_time"}
         if wanted - there:
-            raise ValueError(f"recipe {recipe.name!r} reads {sorted(wanted - there)[0]!r}, which the simulated site does "
-                             "not have; use site_rank, or --data")
+            raise ValueError(f"recipe {recipe.name!r} reads {sorted(wanted - there)[0]!r}, which the simulated site "
+                             "does not have; use site_rank, or --data")
         return SimulatedSite(config)
     from semel import datasets
 
     try:
-        dataset = datasets.fetch(config.data) if config.data in datasets.PUBLISHED else datasets.read(config.data)
+        dataset = datasets.fetch(config.data) if config.data in datasets.PUBLISHED else datasets.read(Path(config.data))
     except KeyError as error:
         raise ValueError(str(error)) from None
     return ReplayedSite(config, recipe, dataset)

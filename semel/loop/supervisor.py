@@ -1,4 +1,4 @@
-"""The supervisor: starts the loop's processes by the public commands, watches them, starts again what ends, and ends all.
+"""The supervisor: starts the loop's processes, watches them, starts again what ends, and ends all.
 
 It holds nothing that the loop needs: killed, the others go on, and the next one takes over from them.
 """
@@ -25,7 +25,7 @@ from semel.loop.publishing import Published
 from semel.loop.sampling import Sampler, scrape
 
 NAMES = ("server", "joiner", "trainer", "driver")
-SILENCE_S = {"server": 60.0, "joiner": 60.0, "driver": 60.0}
+SILENCE_S = {"server": 30.0, "joiner": 60.0, "driver": 60.0}
 GIVE_UP_AFTER = 8
 """Ends in a row, none of them after a steady run: starting it again does not help."""
 LAST_KILL_S = 15.0

@@ -117,7 +117,8 @@ def _outcomes(logged: Sequence[str | None], ledger: Ledger) -> dict[str, int]:
     """Keys of labels: a key of an outcome, and its task."""
 
     def keys(answers: Any) -> list[str]:
-        return [f"{row['outcome_key']}/{task}" for answer in answers for row in answer.outcomes for task in row["label"]]
+        return [f"{row['outcome_key']}/{task}" for answer in answers for row in answer.outcomes
+                for task in row["label"]]
 
     there = Counter(key for key in logged if key is not None)
     acknowledged = keys(ledger.acknowledged("outcomes"))
@@ -147,8 +148,9 @@ def _replay(folder: LoopFolder, progress: Callable[[int, int], None] | None) -> 
 
 
 def memory_growth(samples: Path) -> dict[str, dict[str, float]]:
-    """By process, of the life that was longest and lasted ``STEADY_S`` at least: ``before`` and ``after`` in MB (medians
-    of the first and last quarter after the warm-up), ``mb_per_minute`` (a line through them all), ``steady``."""
+    """By process, of the life that was longest and lasted ``STEADY_S`` at least: ``before_mb`` and ``after_mb``
+    (medians of the first and last quarter after the warm-up), ``mb_per_minute`` (a line through them all),
+    ``steady``."""
     lives: dict[tuple[str, int], list[tuple[float, float]]] = {}
     if samples.exists():
         for line in samples.read_text().splitlines():
