@@ -1,4 +1,4 @@
-"""``semel loop``: what it refuses, what it shows, what it reports. A whole loop runs in tests/loop/test_live_loop.py."""
+"""``semel loop``: what it refuses, shows and reports. A whole one runs in tests/loop/test_live_loop.py."""
 
 import json
 import re
@@ -28,9 +28,11 @@ def sample(second=0.0, **changes):
 
 VERIFIED = {
     "events": 100, "outcomes": 200, "items": 5, "events_lost": 0, "outcomes_lost": 0, "items_lost": 0,
-    "events_repeated": 0, "outcomes_repeated": 0, "answers": 50, "answers_not_logged": 1, "coverage": 1.0, "good": True,
+    "events_repeated": 0, "outcomes_repeated": 0, "answers": 50, "answers_not_logged": 1, "coverage": 1.0,
+    "good": True,
     "replayed": {"requests": 49, "histories_equal": 49, "bit_equal": 49, "max_difference": 0.0, "candidates": 784},
-    "growth": {"server": {"before_mb": 250.0, "after_mb": 251.0, "mb_per_minute": 0.1, "seconds": 600.0, "steady": 1.0}}}
+    "growth": {"server": {"before_mb": 250.0, "after_mb": 251.0, "mb_per_minute": 0.1, "seconds": 600.0,
+                          "steady": 1.0}}}
 
 
 def test_refusals(refused, tmp_path):
@@ -83,7 +85,8 @@ def test_the_dashboard_shows_the_figures_on_a_terminal_and_lines_elsewhere():
         dashboard.say("killing server (5)")
         wide.print(dashboard.render(sample(3.0)))
     text = wide.export_text()
-    for words in ("1,234", "0.9000", "0.7500", "server", "1:02", "killing server", "gap to the best NE", "site_rank-abc"):
+    for words in ("1,234", "0.9000", "0.7500", "server", "1:02", "killing server", "gap to the best NE",
+                  "site_rank-abc"):
         assert words in text, words
     plain = Console(record=True, width=200, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
     with Dashboard(plain, LoopConfig()) as dashboard:

@@ -1,5 +1,7 @@
 """The simulated site that goes on: the same requests after a restart, and clicks as probable as it says."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,7 @@ def test_time_goes_on_from_where_the_past_ended(site):
     assert site.past.events["event_time"].to_numpy().max() < site.begin
     assert site.past.items["event_time"].to_numpy().max() < site.begin
     requests = [site.request(number) for number in range(505, 520)]  # over the end of a block
-    for one, following in zip(requests, requests[1:], strict=False):
+    for one, following in pairwise(requests):
         views = LiveSite(CONFIG, GAP_US).views(one, one.candidates[: one.shown])
         assert site.begin <= one.as_of < views.event_time[0] and views.event_time[-1] < following.as_of
         assert sorted(set(views.event_time)) == views.event_time

@@ -13,7 +13,8 @@ from semel.loop.ledger import Answer, Ledger
 def answer(number, **changes):
     row = {"user_id": "u", "item_id": 1, "event_key": f"k{number}"}
     return Answer(**{"number": number, "request_id": f"r{number}", "user_id": "u", "answered_at": 1.5,
-                     "model_version": "m", "shown": [(1, 0.25, 1.0, None)], "events": [row], "outcomes": [row], **changes})
+                     "model_version": "m", "shown": [(1, 0.25, 1.0, None)], "events": [row], "outcomes": [row],
+                     **changes})
 
 
 def test_what_was_added_is_read_again_in_the_order_of_the_answers(tmp_path):

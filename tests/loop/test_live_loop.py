@@ -1,4 +1,4 @@
-"""The whole loop, by its command: each process killed in turn, nothing lost, everything replayed; stopped and gone on."""
+"""The whole loop, by its command: each process killed in turn, nothing lost, all replayed; stopped and gone on."""
 
 import json
 import os

@@ -20,7 +20,8 @@ def dataset(events=400, seed=0):
     return Dataset("made", pa.table({
         "user_id": random.integers(0, 12, events), "item_id": item, "event_time": time,
         "rating": pa.array(random.integers(1, 6, events), pa.float32())}),
-        pa.table({"item_id": np.arange(items), "genres": [f"g{n % 3}" for n in range(items)]}), None, "none", "made here")
+        pa.table({"item_id": np.arange(items), "genres": [f"g{n % 3}" for n in range(items)]}), None, "none",
+        "made here")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A watched process: started again when it ends, killed when it is silent, ended in order, found after its supervisor."""
+"""A watched process: started again when it ends, killed when silent, ended in order, found by the next watcher."""
 
 import signal
 import subprocess
