@@ -1,10 +1,10 @@
 """The live loop: how soon a new item is shown, what kills cost, whether a swap costs a request, what is learnt.
 
     python -m benchmarks.loop [--seconds 60] [--chaos 12] [--rate 10] [--users 200] [--json FILE]
-    python -m benchmarks.loop --seconds 3600 --chaos 60 --rate 20 --users 600   # an hour, and an hour without kills
+    python -m benchmarks.loop --seconds 3600 --chaos 60 --rate 20 --users 600   # an hour, and one without kills
 
 Runs ``semel.loop.Loop`` on the simulated site, twice: with a process killed every ``--chaos`` seconds, each in turn,
-    python -m benchmarks.loop --seconds 3600 --chaos 60 --rate 20 --users 600   # an hour, and one without kills
+and for as long without a kill, where every failed attempt would be the fault of a swap. Both are verified: what
 was acknowledged is there, once, and every exposure is computed again by the version that served it. Beside the served
 NE stands that of the first model, frozen, on the same labels: what a site has that does not train on.
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from semel.features import FeatureSpec
 from semel.history.durable import replace_file
 
 if TYPE_CHECKING:
@@ -56,6 +57,23 @@ class LoopConfig:
         if recipe.model.objective != "ranking":
             raise ValueError(f"recipe {self.recipe!r} predicts the next item; a loop trains ranking recipes")
         return replace(recipe, store=str(folder.store), out=str(folder.runs))
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the driver and the joiner need to know of the recipe, who would import torch for all of it. The rest: how
+    events become requests, as of ``ExampleConfig``."""
+
+    recipe: str
+    features: FeatureSpec
+    gap_minutes: float
+    like_threshold: float
+    max_candidates: int | None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Served:
+        examples = recipe.examples
+        return cls(recipe.name, recipe.features, examples.gap_minutes, examples.like_threshold, examples.max_candidates)
 
 
 class LoopFolder:
@@ -106,6 +124,19 @@ class LoopFolder:
         values = document["config"]
         values["assign"] = tuple((name, value) for name, value in values["assign"])
         return LoopConfig(**values), document["key"]
+
+    @property
+    def settled(self) -> bool:
+        """Whether a loop lies here."""
+        return self._file.exists()
+
+    def write_served(self, served: Served) -> None:
+        document = {**asdict(served), "features": served.features.to_json()}
+        replace_file(self.path / "served.json", json.dumps(document, indent=1).encode())
+
+    def read_served(self) -> Served:
+        document = json.loads((self.path / "served.json").read_text())
+        return Served(**{**document, "features": FeatureSpec.from_json(document["features"])})
 
     def write_status(self, name: str, status: dict[str, Any]) -> None:
         """What a process says of itself; not synced: it is told again in a second."""

@@ -46,9 +46,9 @@ class Driver:
 
         self.folder, self.url = folder, url
         self.config, self.key = folder.load()
-        recipe = self.config.make_recipe(folder)
-        self.task = next(t.name for t in recipe.features.tasks if t.kind == "binary")
-        self.site: Site = make_site(self.config, recipe)
+        served = folder.read_served()
+        self.task = next(t.name for t in served.features.tasks if t.kind == "binary")
+        self.site: Site = make_site(self.config, served)
         self.ledger = Ledger(folder.ledger)
         self.client: Client = Client(url, timeout=20.0, retries=0)
         self.stopping, self.ended = threading.Event(), threading.Event()

@@ -233,8 +233,8 @@ class Joiner:
 def main(arguments: list[str]) -> None:
     folder = LoopFolder(arguments[0])
     config, _ = folder.load()
-    recipe = config.make_recipe(folder)
-    joiner = Joiner(folder.store, folder.rows, recipe.features.tasks, recipe.features.request,
+    features = folder.read_served().features
+    joiner = Joiner(folder.store, folder.rows, features.tasks, features.request,
                     round(1e6 * config.window))
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from semel.history.durable import replace_file
-from semel.loop.config import LoopConfig, LoopFolder
+from semel.loop.config import LoopConfig, LoopFolder, Served
 
 FIRST_EPOCHS = "1"
 KEEP_VERSIONS = 100_000
@@ -25,12 +25,14 @@ def prepare(folder: LoopFolder, config: LoopConfig, say: Callable[[str], None]) 
     if done.exists():
         return Path(json.loads(done.read_text())["run"])
     recipe = config.make_recipe(folder)
+    served = Served.of(recipe)
+    folder.write_served(served)
     if not (folder.store / "dataset.json").exists():
         from semel.datasets import ingest
         from semel.loop.sites import make_site
 
         say("the store: what happened before")
-        report = ingest(make_site(config, recipe).past(), folder.store)
+        report = ingest(make_site(config, served).past(), folder.store)
         say(f"{report.events:,} events of {report.users:,} users, {report.items:,} items")
     shutil.rmtree(folder.runs, ignore_errors=True)  # of a start that did not come to its end
     say(f"a first model: {recipe.name}, {FIRST_EPOCHS} epoch")

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
     from semel.datasets import Dataset
     from semel.features import FeatureSpec
-    from semel.loop.config import LoopConfig
+    from semel.loop.config import LoopConfig, Served
     from semel.loop.ledger import Answer
-    from semel.training import Recipe
 
 Id = Any
 NEW_PLACES = 2
@@ -126,14 +125,13 @@ class ReplayedSite:
     """The events of a data set from ``begin_share`` on: a sitting asks for a ranking of the items that the user then
     rated and as many others, and its events follow. Items appear when they are first used."""
 
-    def __init__(self, config: LoopConfig, recipe: Recipe, dataset: Dataset) -> None:
+    def __init__(self, config: LoopConfig, served: Served, dataset: Dataset) -> None:
         import numpy as np
         import pyarrow as pa
         import pyarrow.compute as pc
 
         from semel.datasets.ingestion import events_of
 
-        self._recipe = recipe
         events = events_of(dataset)
         events = events.take(pa.array(np.argsort(events["event_time"].to_numpy(), kind="stable")))
         times = events["event_time"].to_numpy()
@@ -153,8 +151,8 @@ class ReplayedSite:
         self._new_times = appear["event_time"].to_numpy()[first]
         self._new_ids = ids
         self._known = known.to_pylist()
-        self._requests = _sittings(self._after, recipe)
-        self._context = _contexts(dataset.users, recipe.features)
+        self._requests = _sittings(self._after, served)
+        self._context = _contexts(dataset.users, served.features)
         self._rows = {key: row for row, key in enumerate(zip(
             self._after["user_id"].to_pylist(), self._after["event_time"].to_pylist(),
             self._after["item_id"].to_pylist(), strict=True))}
@@ -240,7 +238,7 @@ class _Sittings:
         return [(self.item[row], int(self.time[row])) for row in span]
 
 
-def _sittings(events: pa.Table, recipe: Recipe) -> _Sittings:
+def _sittings(events: pa.Table, served: Served) -> _Sittings:
     """Sittings as the recipe's examples cut them: a pause of ``gap_minutes``, ``max_candidates`` events at most."""
     import numpy as np
 
@@ -248,23 +246,22 @@ def _sittings(events: pa.Table, recipe: Recipe) -> _Sittings:
     from semel.examples.rows import column_to_numpy
     from semel.examples.sessionize import label_values
 
-    config = recipe.examples
-    labels = labels_of(recipe.features, config.like_threshold)
+    labels = labels_of(served.features, served.like_threshold)
     missing = [label.column for label in labels if label.column and label.column not in events.column_names]
     if missing:
-        raise ValueError(f"the data set has no column {missing[0]!r} to make labels of for recipe {recipe.name!r}; it "
-                         f"has {', '.join(events.column_names)}")
+        raise ValueError(f"the data set has no column {missing[0]!r} to make labels of for recipe {served.recipe!r}; "
+                         f"it has {', '.join(events.column_names)}")
     columns = {name: column_to_numpy(events[name]) for name in events.column_names}
     users, codes = np.unique(columns["user_id"], return_inverse=True)
     times = columns["event_time"].astype(np.int64)
     order = np.lexsort((times, codes))
     codes, times = codes[order], times[order]
     new = np.ones(len(order), bool)
-    new[1:] = (codes[1:] != codes[:-1]) | (times[1:] - times[:-1] > round(config.gap_minutes * 60e6))
-    if config.max_candidates is not None:
+    new[1:] = (codes[1:] != codes[:-1]) | (times[1:] - times[:-1] > round(served.gap_minutes * 60e6))
+    if served.max_candidates is not None:
         start = np.flatnonzero(new)
         place = np.arange(len(new)) - np.repeat(start, np.diff(np.append(start, len(new))))
-        new |= (place % config.max_candidates == 0)
+        new |= (place % served.max_candidates == 0)
     begin = np.flatnonzero(new)
     values = {label.task: label_values(label, columns, len(order))[order] for label in labels}
     by_time = np.lexsort((codes[begin], times[begin]))
@@ -286,15 +283,15 @@ def _contexts(users: pa.Table | None, features: FeatureSpec) -> dict[Id, dict[st
             for row in users.select(["user_id", *names]).to_pylist()}
 
 
-def make_site(config: LoopConfig, recipe: Recipe) -> SimulatedSite | ReplayedSite:
+def make_site(config: LoopConfig, served: Served) -> SimulatedSite | ReplayedSite:
     """The site of a loop. Raises what reading its data set raises, ValueError where the recipe does not fit it."""
     if config.data is None:
-        wanted = {feature.name for feature in (*recipe.features.history, *recipe.features.candidate,
-                                               *recipe.features.request)} | {t.name for t in recipe.features.tasks}
+        features = served.features
+        wanted = {one.name for one in (*features.history, *features.candidate, *features.request, *features.tasks)}
         there = {"item_id", "click", "topic", "surface", "watch_ms", "action", "author_id", "duration_ms", "title",
                  "age", "country", "event_time"}
         if wanted - there:
-            raise ValueError(f"recipe {recipe.name!r} reads {sorted(wanted - there)[0]!r}, which the simulated site "
+            raise ValueError(f"recipe {served.recipe!r} reads {sorted(wanted - there)[0]!r}, which the simulated site "
                              "does not have; use site_rank, or --data")
         return SimulatedSite(config)
     from semel import datasets
@@ -303,4 +300,4 @@ def make_site(config: LoopConfig, recipe: Recipe) -> SimulatedSite | ReplayedSit
         dataset = datasets.fetch(config.data) if config.data in datasets.PUBLISHED else datasets.read(Path(config.data))
     except KeyError as error:
         raise ValueError(str(error)) from None
-    return ReplayedSite(config, recipe, dataset)
+    return ReplayedSite(config, served, dataset)

@@ -36,7 +36,8 @@ class Loop:
     """``Loop(config, folder).run(duration)``: the last sample, with what was killed and how long each took to be back.
 
     ``port``, ``metrics_port``: of the server and of this loop's own ``/metrics``, 0: a free one. ``chaos``: kill one
-    process after the other, one in so many seconds. ``say``: gets a line for everything that a person should know.
+    process after the other, one in so many seconds, but none before the last is back. ``say``: gets a line for
+    everything that a person should know.
     """
 
     def __init__(self, config: LoopConfig, folder: str | Path, *, port: int = 0, metrics_port: int = 0,
@@ -46,8 +47,9 @@ class Loop:
         for name, value in (("port", port), ("metrics-port", metrics_port)):
             if not 0 <= value <= 65535:
                 raise ValueError(f"--{name} must be between 0 and 65535, got {value}")
-        config.make_recipe(LoopFolder(folder))  # what is wrong with it is said before anything is made
         self.folder = LoopFolder(folder)
+        if not self.folder.settled:
+            config.make_recipe(self.folder)  # what is wrong with it is said before anything is made
         self.config = config
         self._port, self._metrics_port, self._chaos, self._say = port, metrics_port, chaos, say
         self._stopping = threading.Event()
@@ -106,7 +108,8 @@ class Loop:
                     self._watch(now)
                     if not self._server:
                         began_serving = now
-                    if next_kill is not None and now - began_serving >= next_kill[0]:
+                    # Not before the last one is back: what is killed again and again on a busy machine does nothing.
+                    if next_kill is not None and now - began_serving >= next_kill[0] and self._all_back():
                         self._kill(next_kill[1], now)
                         next_kill = next(chaos, None)
                     if tick % 4 == 0:
@@ -200,15 +203,16 @@ class Loop:
 
     def _chaos_times(self, duration: float | None) -> Iterator[tuple[float, str]]:
         """(seconds since the start, name): each process in turn."""
-        if self._chaos is None:
-            return
         number = 0
-        while True:
-            at = self._chaos * (number + 1)
+        while self._chaos is not None:
+            number += 1
+            at = self._chaos * number
             if duration is not None and at > duration - LAST_KILL_S:
                 return
-            yield at, NAMES[number % len(NAMES)]
-            number += 1
+            yield at, NAMES[(number - 1) % len(NAMES)]
+
+    def _all_back(self) -> bool:
+        return all(kill["back_s"] is not None for kill in self.kills)
 
     def _kill(self, name: str, now: float) -> None:
         child = self.children[name]

@@ -87,7 +87,8 @@ class Trainer:
         if resume is not None:
             run = Run.open(resume)
             different = [name for name, value in run.recipe.to_json().items()
-                         if name not in ("out", "epochs", "store", "overlap", "keep_versions") and value != recipe.to_json()[name]]
+                         if name not in ("out", "epochs", "store", "overlap", "keep_versions")
+                         and value != recipe.to_json()[name]]
             if different:
                 raise ValueError(f"{resume} was trained with another {different[0]!r}; resume it with its own recipe")
         ranks = Ranks()

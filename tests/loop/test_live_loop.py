@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from semel.loop import Loop, LoopConfig, verify
 from semel.loop.process import born
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -50,22 +51,29 @@ def result_of(process):
 
 
 def test_each_process_killed_in_turn(loop, tmp_path):
-    found = result_of(loop("--duration", 47, "--chaos", 8))
-    assert [kill["process"] for kill in found["kills"]] == ["server", "joiner", "trainer", "driver"]
-    assert all(found["processes"][name]["restarts"] >= 1 for name in found["processes"])
-    verified = found["verification"]
+    live = Loop(LoopConfig(users=80, rate=8.0, window=3.0), tmp_path / "loop", chaos=4.0)
+
+    def enough(sample):
+        back = [kill["process"] for kill in live.kills if kill["back_s"] is not None]
+        if len(back) >= 4 and sample["trained_rows"] > 0:
+            live.stop()
+
+    found = live.run(400, enough)
+    assert [kill["process"] for kill in found["kills"]][:4] == ["server", "joiner", "trainer", "driver"]
+    assert all(facts["restarts"] >= 1 for facts in found["processes"].values())
+    verified = verify(live.folder).to_json()
     assert verified["good"] and verified["events"] > 100 and verified["outcomes"] > 200
     assert verified["events_lost"] == verified["outcomes_lost"] == verified["items_lost"] == 0
     assert verified["events_repeated"] == verified["outcomes_repeated"] == 0 and verified["coverage"] == 1.0
     replayed = verified["replayed"]
     assert replayed["histories_equal"] == replayed["requests"] == verified["exposures"] and replayed["exact"]
     assert found["trained_rows"] > 0 and found["stale_reads"] == 0
-    assert (tmp_path / "loop" / "report.html").stat().st_size > 100_000
     assert not processes_of(tmp_path / "loop")
     # Gone on with: the same requests are not asked again, and everything still holds.
     again = result_of(loop("--duration", 6))
     assert again["requests"] > found["requests"] and again["verification"]["good"]
     assert again["verification"]["answers"] == again["requests"]
+    assert (tmp_path / "loop" / "report.html").stat().st_size > 100_000
 
 
 def test_sigterm_ends_all_and_a_killed_supervisor_is_taken_over_from(loop, tmp_path):

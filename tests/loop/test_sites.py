@@ -8,7 +8,7 @@ import pytest
 
 from semel import recipes
 from semel.datasets.dataset import Dataset
-from semel.loop.config import LoopConfig
+from semel.loop.config import LoopConfig, Served
 from semel.loop.sites import ReplayedSite, SimulatedSite, make_site
 
 
@@ -24,9 +24,13 @@ def dataset(events=400, seed=0):
         "made here")
 
 
+def of(recipe):
+    return Served.of(recipes.get(recipe))
+
+
 @pytest.fixture(scope="module")
 def site():
-    return ReplayedSite(LoopConfig(recipe="movies_rank", data="made"), recipes.get("movies_rank"), dataset())
+    return ReplayedSite(LoopConfig(recipe="movies_rank", data="made"), of("movies_rank"), dataset())
 
 
 def asks(site):
@@ -83,11 +87,11 @@ def test_a_page_keeps_a_place_for_what_nobody_has_seen():
 
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="simulated site does not have"):
-        make_site(LoopConfig(recipe="movies_rank"), recipes.get("movies_rank"))
+        make_site(LoopConfig(recipe="movies_rank"), of("movies_rank"))
     with pytest.raises(ValueError, match="request features"):
-        ReplayedSite(LoopConfig(data="made"), recipes.get("ml1m_rank"), dataset())
+        ReplayedSite(LoopConfig(data="made"), of("ml1m_rank"), dataset())
     few = dataset(1)
     with pytest.raises(ValueError, match="too few"):
-        ReplayedSite(LoopConfig(data="made"), recipes.get("movies_rank"), few)
+        ReplayedSite(LoopConfig(data="made"), of("movies_rank"), few)
     with pytest.raises(ValueError, match="no column 'click'"):
-        ReplayedSite(LoopConfig(data="made"), recipes.get("site_rank"), dataset())
+        ReplayedSite(LoopConfig(data="made"), of("site_rank"), dataset())

@@ -147,7 +147,7 @@ def _gap(live: dict[str, Any]) -> str:
     if not live["gap_over_time"]:
         return "too short for an NE"
     (_, first), (_, last) = live["gap_over_time"][0], live["gap_over_time"][-1]
-    return f"NE above the best reachable:\n{first:.3f} at first, {last:.3f} at the end"
+    return f"NE above the best\nreachable: {first:.3f} at first,\n{last:.3f} at the end"
 
 
 def _quality_text(demo: Demo, next_own: dict[str, Any]) -> list[str]:
