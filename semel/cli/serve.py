@@ -22,6 +22,8 @@ def serve(
     share: Annotated[bool, typer.Option("--share/--no-share", help="Compute the model's request side once per request; "
                                         "without, once per candidate, to compare.")] = True,
     state_cache: Annotated[int, typer.Option(min=0, help="MiB of request states that are kept; 0 keeps none.")] = 256,
+    memory: Annotated[str | None, typer.Option(help="Where training publishes item rows (a folder or a URL).",
+                                               show_default="RUN/memory")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say where it listens as one JSON line.")] = False,
 ) -> None:
     """Answer requests over HTTP until SIGTERM or Ctrl-C, then finish what was accepted."""
@@ -37,4 +39,4 @@ def serve(
 
     output.remark(f"loading {run}")
     run_server(run, store, host, port, token=token, max_candidates=max_candidates, queue=queue, workers=workers,
-               threads=threads, share=share, state_bytes=state_cache << 20, ready=ready)
+               threads=threads, share=share, state_bytes=state_cache << 20, memory=memory, ready=ready)

@@ -14,7 +14,7 @@ from semel.history.durable import replace_file
 from semel.loop.config import LoopConfig, LoopFolder, Served
 
 FIRST_EPOCHS = "1"
-KEEP_VERSIONS = 100_000
+KEEP_ALL = (("keep_versions", "100000"), ("memory.keep", "100000"))
 """Of the run that follows: whatever was served can be computed again."""
 
 
@@ -46,8 +46,7 @@ def prepare(folder: LoopFolder, config: LoopConfig, say: Callable[[str], None]) 
 
 def overrides(config: LoopConfig) -> list[str]:
     """The fields that a loop sets, and then those that its user does."""
-    assign = (("keep_versions", str(KEEP_VERSIONS)), *config.assign)
-    return [word for name, value in assign for word in ("--set", f"{name}={value}")]
+    return [word for name, value in (*KEEP_ALL, *config.assign) for word in ("--set", f"{name}={value}")]
 
 
 def command(*words: object) -> list[str]:

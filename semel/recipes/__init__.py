@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from semel.training.recipe import Recipe
 
 _HOME = {
+    "ml1m_memory": "movielens", "movies_memory": "movies",
     "ml1m_rank": "movielens", "ml1m_rank_dcnv2": "movielens", "ml1m_rank_dcnv2_no_history": "movielens",
     "ml1m_rank_deep_cross_attention": "movielens", "ml1m_rank_dhen": "movielens", "ml1m_rank_dlrm": "movielens",
     "ml1m_rank_final_mlp": "movielens", "ml1m_rank_isolated_dhen": "movielens",
@@ -17,7 +18,7 @@ _HOME = {
     "ml1m_rank_rdcn": "movielens", "ml1m_rank_semi_local": "movielens", "ml1m_rank_transformer": "movielens",
     "ml1m_rank_wukong": "movielens", "ml1m_next": "movielens", "ml1m_next_full": "movielens",
     "ml1m_next_sasrec": "movielens", "movies_rank": "movies", "movies_next": "movies",
-    "site_rank": "site",
+    "site_memory": "site", "site_rank": "site",
 }
 
 

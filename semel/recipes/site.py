@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from semel.features import Feature, FeatureSpec, Task
 from semel.models.config import EncoderConfig, ModelConfig
 from semel.training.recipe import ExampleConfig, OptimizerConfig, Recipe
@@ -26,3 +28,10 @@ def site_rank() -> Recipe:
         epochs=2,
         batch=64,
     )
+
+
+def site_memory() -> Recipe:
+    """Early ranking of the same: a user's vector against items' vectors out of a memory that training writes and
+    serving reads. A new item has one from the first update after its upload on."""
+    recipe = site_rank()
+    return replace(recipe, name="site_memory", model=replace(recipe.model, kind="early_ranker", memory_rows=50_000))

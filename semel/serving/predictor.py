@@ -28,6 +28,7 @@ from semel.serving.states import StateCache, state_key
 if TYPE_CHECKING:
     from semel.batch import RequestBatch
     from semel.history import HistoryStore
+    from semel.memory import DeltaSubscriber, Position
     from semel.models import ModelArtifact
     from semel.serving.versions import VersionWatch
 
@@ -44,9 +45,10 @@ class Predictor:
     """
 
     def __init__(self, artifact: ModelArtifact, store: HistoryStore, catalogue: HistoryStore | None = None, *,
-                 exposures: Any = None, max_candidates: int = 2000, share: bool = True,
-                 state_bytes: int = STATE_BYTES, refresh: bool = False, owned: bool = False):
-        """``exposures``: an ``ExposureLog`` or None (requests are then not logged). ``share``: the model's request side
+                 memory: DeltaSubscriber | None = None, exposures: Any = None, max_candidates: int = 2000,
+                 share: bool = True, state_bytes: int = STATE_BYTES, refresh: bool = False, owned: bool = False):
+        """``memory``: what item rows are read from, of a model that has a memory; closed with the predictor.
+        ``exposures``: an ``ExposureLog`` or None (requests are then not logged). ``share``: the model's request side
         once per request (else once per candidate, to compare); its states are kept in at most ``state_bytes``.
         ``refresh``: look for what other processes appended before each request. ``owned``: ``close`` closes the stores
         too."""
@@ -55,6 +57,7 @@ class Predictor:
         from semel.serving.schemas import is_string
 
         self._artifact, self.store, self.catalogue = artifact, store, catalogue
+        self.memory = memory
         self.clock = Clock()
         self.max_candidates, self.share = max_candidates, share
         self.states = StateCache(state_bytes if share and shares(artifact) else 0)
@@ -73,13 +76,14 @@ class Predictor:
     @classmethod
     def load(cls, run: str | Path, store: str | Path | HistoryStore, *, mode: Literal["r", "a"] = "r",
              log_exposures: bool = True, max_candidates: int = 2000, share: bool = True,
-             state_bytes: int = STATE_BYTES) -> Predictor:
+             state_bytes: int = STATE_BYTES, memory: str | Path | None = None) -> Predictor:
         """The model of ``run`` over ``store`` (a path, or an open handle that stays the caller's to close).
 
         ``mode="a"`` opens the store for appending, as the server does; ``"r"`` reads beside a writer and looks for its
         appends before each request. Weights that training saves into ``run`` later are swapped in within a second
-        (``versions``). Raises FileNotFoundError for a missing run or store, ValueError where the store
-        lacks a history column that the model reads, StoreLocked where ``"a"`` meets another writer.
+        (``versions``), and so are item rows that it publishes to ``memory`` (by default the run's own folder of that
+        name). Raises FileNotFoundError for a missing run or store, ValueError where the store lacks a history column
+        that the model reads, StoreLocked where ``"a"`` meets another writer.
         """
         run = Path(run)
         if not run.exists():
@@ -87,6 +91,7 @@ class Predictor:
         from semel.examples.logs import ExposureLog
         from semel.history import HistoryStore
         from semel.models import load_model
+        from semel.serving.item_rows import subscribe
         from semel.serving.versions import VersionWatch
 
         owned = isinstance(store, (str, Path))
@@ -105,8 +110,11 @@ class Predictor:
                 catalogue = opened.enter_context(HistoryStore.open(folder / "catalogue", mode=mode))
             _check_columns(run, artifact, store, catalogue)
             log = ExposureLog(folder / "exposures") if log_exposures else None
-            predictor = cls(artifact, store, catalogue, exposures=log, max_candidates=max_candidates, share=share,
-                            state_bytes=state_bytes, refresh=mode == "r", owned=owned)
+            rows = subscribe(artifact, run / "memory" if memory is None else memory)
+            if rows is not None:
+                opened.callback(rows.close)
+            predictor = cls(artifact, store, catalogue, memory=rows, exposures=log, max_candidates=max_candidates,
+                            share=share, state_bytes=state_bytes, refresh=mode == "r", owned=owned)
             opened.pop_all()
         predictor.versions = VersionWatch(predictor, run)
         return predictor
@@ -126,11 +134,19 @@ class Predictor:
         It scores a made-up request first, so that no real one pays for its set-up. Raises ValueError, and changes
         nothing, for a model of other tasks or of features that the store lacks: that takes a new server.
         """
+        from semel.models.early_ranker import memory_layer
+        from semel.serving.item_rows import check_width
+
         old = self._artifact
         if (artifact.features.tasks, artifact.features.item) != (old.features.tasks, old.features.item):
             raise ValueError(f"model {show(artifact.version)} has other tasks or another item column than "
                              f"{show(old.version)}; serve it by a server of its own")
         _check_columns(artifact.version, artifact, self.store, self.catalogue)
+        if self.memory is not None:
+            check_width(artifact, self.memory)
+        elif memory_layer(artifact.model) is not None:
+            raise ValueError(f"model {show(artifact.version)} reads an item memory, {show(old.version)} does not; "
+                             "serve it by a server of its own")
         self._made_up_score(artifact)
         self._artifact = artifact
 
@@ -167,6 +183,7 @@ class Predictor:
         if not checked:
             return answers
         batch, versions, history_s = self._materialize(checked, artifact)
+        batch, position = self._with_rows(batch, artifact)
         ready = time.perf_counter()
         scores = self._score(batch, artifact)
         scored = time.perf_counter()
@@ -174,7 +191,7 @@ class Predictor:
         for index, one in enumerate(checked):
             try:
                 answers[one.place] = self._answer(one, index, batch, versions, scores.rows(*ends[index : index + 2]),
-                                                  artifact)
+                                                  artifact, position)
             except (NonFiniteScore, Overloaded) as error:
                 answers[one.place] = error
         ended = time.perf_counter()
@@ -197,7 +214,7 @@ class Predictor:
                 catalogue = opened.enter_context(twin(self.catalogue, Path(folder) / "items", made_up.items[0]))
             live = Predictor(self.artifact, store, catalogue, share=self.share)
             batch, *_ = live._materialize([replace(made_up, as_of=self.clock.now())], live.artifact)
-            live._score(batch, live.artifact)
+            live._score(self._with_rows(batch, live.artifact)[0], live.artifact)
         self.states.clear()
 
     def _made_up_score(self, artifact: ModelArtifact) -> _Checked:
@@ -208,7 +225,7 @@ class Predictor:
         made_up = _Checked(0, "warm-up", user, items, {}, None, self.clock.now())
         for _ in range(2):
             batch, *_ = self._materialize([made_up], artifact)
-            score(artifact, batch, self.share)
+            score(artifact, self._with_rows(batch, artifact)[0], self.share)
         return made_up
 
     @property
@@ -235,8 +252,9 @@ class Predictor:
         if self._closed:
             return
         self._closed = True
-        if self.versions is not None:
-            self.versions.close()
+        for follower in (self.versions, self.memory):
+            if follower is not None:
+                follower.close()
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -279,6 +297,14 @@ class Predictor:
         batch = materialize(rows, self._reads, self.catalogue, artifact.features, checksum=True)
         return batch, catalogue_version, pointed + self._reads.seconds
 
+    def _with_rows(self, batch: RequestBatch, artifact: ModelArtifact) -> tuple[RequestBatch, Position | None]:
+        """What the memory has of the candidates, all of one moment, and which."""
+        from semel.serving.item_rows import joined, with_rows
+
+        if self.memory is None:
+            return joined(batch, artifact, None)[0], None
+        return with_rows(batch, artifact, self.memory)
+
     def _score(self, batch: RequestBatch, artifact: ModelArtifact) -> Scores:
         if not self.states.limit:
             return score(artifact, batch, self.share)
@@ -288,7 +314,7 @@ class Predictor:
         return score(artifact, batch, states=states)
 
     def _answer(self, one: _Checked, index: int, batch: RequestBatch, catalogue_version: int, scores: Scores,
-                artifact: ModelArtifact) -> RankResult:
+                artifact: ModelArtifact, position: Position | None) -> RankResult:
         """The answer to request ``index`` of the batch, whose exposure is handed to the writer."""
         if not (np.isfinite(scores.logits).all() and np.isfinite(scores.tasks).all()):
             raise NonFiniteScore(f"request {one.request_id}: the model {show(artifact.version)} gave NaN or "
@@ -305,7 +331,7 @@ class Predictor:
                 order, returned, artifact.version,
                 int(batch.request["history_checksum"][index]) & 0xFFFF_FFFF_FFFF_FFFF, int(history.lengths[index]),
                 0 if history.status is None else int(history.status[index]), path_name(self.share), "cpu", one.now,
-                Membership(batch.request_id[0], index, batch.requests, batch.candidates)))
+                Membership(batch.request_id[0], index, batch.requests, batch.candidates), position))
         best = order[:returned]
         results = list(map(ScoredItem._make, zip(one.items[best].tolist(), scores.ranked_by[best].tolist(),
                                                  strict=True)))

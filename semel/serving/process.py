@@ -25,13 +25,13 @@ GRACE_SECONDS = 30
 def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port: int = 8080, *,
                token: str | None = None, max_candidates: int = 2000, queue: int = 64, workers: int = 1,
                threads: int = 1, share: bool = True, state_bytes: int = 256 << 20, body_limit: int = 1 << 20,
-               ready: Callable[[str], None] | None = None) -> None:
+               memory: str | None = None, ready: Callable[[str], None] | None = None) -> None:
     """Serve ``run`` over ``store`` until SIGTERM or SIGINT, then finish what was accepted, write the exposures and
     return.
 
     ``port`` 0 takes a free one. ``threads``: of torch, for each of the ``workers`` that score. ``share``,
-    ``state_bytes``: as of ``Predictor``. ``ready`` gets the URL
-    once requests are accepted. Raises ValueError (an address beyond loopback without a token, a store that does not fit
+    ``state_bytes``, ``memory``: as of ``Predictor.load``. ``ready`` gets the URL once requests are accepted.
+    Raises ValueError (an address beyond loopback without a token, a store that does not fit
     the model), FileNotFoundError (no run, no store), OSError (the port is taken), StoreLocked (another writer).
     """
     check_binding(host, token)
@@ -45,7 +45,7 @@ def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port
             from semel.serving.predictor import Predictor
 
             return Predictor.load(run, store, mode="a", max_candidates=max_candidates, share=share,
-                                  state_bytes=state_bytes)
+                                  state_bytes=state_bytes, memory=memory)
 
         _serve(load, listener, token, queue, workers, threads, body_limit, ready)
 
