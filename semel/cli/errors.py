@@ -21,7 +21,7 @@ INTERRUPTED = 128 + signal.SIGINT
 class Verbs(TyperGroup):
     """The group of all verbs. Ends the process with 0, 1 (a bug: with its traceback), 2 (bad input) or 130 (Ctrl-C)."""
 
-    FOLDERS_ONLY = ("ingest", "train", "evaluate", "serve", "replay", "skew", "report", "demo", "info")
+    FOLDERS_ONLY = ("ingest", "train", "evaluate", "serve", "replay", "skew", "report", "demo", "info", "loop")
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         standalone = kwargs.pop("standalone_mode", True)

@@ -149,7 +149,7 @@ def choose(name: str | None, resume: Path | None, store: Path | None, out: Path 
         recipe = recipes.get(name)
     if config is not None:
         recipe = override(recipe, read_overrides(config))
-    recipe = override(recipe, dict(_assignment(text) for text in assign))
+    recipe = override(recipe, dict(assignment(text) for text in assign))
     return with_paths(recipe, store, out)
 
 
@@ -212,7 +212,8 @@ class ShownFollowing:
                    f"{now.waiting} files wait  {short(now.seconds)}")
 
 
-def _assignment(text: str) -> tuple[str, str]:
+def assignment(text: str) -> tuple[str, str]:
+    """A field and its value, of ``--set FIELD=VALUE``."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise ValueError(f"--set {text!r}: say FIELD=VALUE, as in --set epochs=3")

@@ -142,10 +142,11 @@ def true_ne(impressions: pa.Table) -> float:
     return float(normalized_entropy(log_losses(click, probability).sum(), len(click), click.sum(dtype=np.float64)))
 
 
-def simulate(config: SimulationConfig = SimulationConfig()) -> SimulatedData:
-    """Runs the site. One generator a part, so that, say, more items leave the users as they were."""
+def simulate(config: SimulationConfig = SimulationConfig(), items: Items | None = None) -> SimulatedData:
+    """Runs the site. One generator a part, so that, say, more items leave the users as they were. ``items``: its
+    catalogue, where another than its own is wanted (``semel.datasets.live``); those not created yet are never shown."""
     streams = [np.random.default_rng([config.seed, part]) for part in range(7)]
-    items = draw_items(streams[0], config)
+    items = draw_items(streams[0], config) if items is None else items
     users = draw_users(streams[1], config)
     requests = draw_requests(streams[2], config, users.lengths)
     candidates = draw_candidates(streams[3], config, items, requests.as_of)
@@ -157,7 +158,7 @@ def simulate(config: SimulationConfig = SimulationConfig()) -> SimulatedData:
     click, probability = draw_clicks(streams[5], config, requests, shown_logits, items.topic[shown_items])
     events = _events(streams[6], config, items, requests, shown_items, click)
     impressions = _impressions(config, requests, candidates, ranked, click, probability)
-    return SimulatedData(config, events, _items(items), _users(users), impressions)
+    return SimulatedData(config, events, item_rows(items), _users(users), impressions)
 
 
 def _events(rng: np.random.Generator, config: SimulationConfig, items: Items, requests: Requests, shown: np.ndarray,
@@ -216,7 +217,8 @@ def _impressions(config: SimulationConfig, requests: Requests, candidates: np.nd
     })
 
 
-def _items(items: Items) -> pa.Table:
+def item_rows(items: Items) -> pa.Table:
+    """The catalogue: item_id, event_time (creation), title, topic, author_id, duration_ms."""
     count = len(items.created)
     titles = pc.binary_join_element_wise(pa.scalar("video"), pa.array(np.arange(count)).cast(pa.string()), " ")
     return pa.table({

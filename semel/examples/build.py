@@ -67,7 +67,7 @@ def build_examples(
     labels or features that the store lacks.
     """
     folder = example_folder(store, name)
-    labels = tuple(labels) if labels is not None else _labels_of(features, like_threshold)
+    labels = tuple(labels) if labels is not None else labels_of(features, like_threshold)
     with_dates = validation_from is not None or test_from is not None
     if with_dates and (validation_from is None or test_from is None):
         raise ValueError("give both validation_from and test_from, or neither")
@@ -118,7 +118,8 @@ def example_folder(store: str | Path, name: str) -> Path:
     return Path(store) / "examples" / name
 
 
-def _labels_of(features: FeatureSpec, like_threshold: float) -> tuple[Label, ...]:
+def labels_of(features: FeatureSpec, like_threshold: float) -> tuple[Label, ...]:
+    """How events label the tasks of a model, where nobody says otherwise."""
     return tuple(Label("like", "rating", like_threshold) if task.name == "like" else Label(task.name, task.name)
                  for task in features.tasks)
 

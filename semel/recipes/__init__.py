@@ -18,6 +18,7 @@ _HOME = {
     "ml1m_rank_rdcn": "movielens", "ml1m_rank_semi_local": "movielens", "ml1m_rank_transformer": "movielens",
     "ml1m_rank_wukong": "movielens", "ml1m_next": "movielens", "ml1m_next_full": "movielens",
     "ml1m_next_sasrec": "movielens", "movies_rank": "movies", "movies_next": "movies",
+    "site_memory": "site", "site_rank": "site",
 }
 
 

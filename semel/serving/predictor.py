@@ -213,7 +213,9 @@ class Predictor:
             if self.catalogue is not None:
                 catalogue = opened.enter_context(twin(self.catalogue, Path(folder) / "items", made_up.items[0]))
             live = Predictor(self.artifact, store, catalogue, share=self.share)
-            batch, *_ = live._materialize([replace(made_up, as_of=self.clock.now())], live.artifact)
+            now = replace(made_up, as_of=self.clock.now())
+            live._materialize([now, now], live.artifact)  # two of one user share a read, and copy it
+            batch, *_ = live._materialize([now], live.artifact)
             live._score(self._with_rows(batch, live.artifact)[0], live.artifact)
         self.states.clear()
 

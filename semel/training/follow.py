@@ -40,6 +40,8 @@ from semel.training.timeline import Timeline
 from semel.training.trainer import LOG_EVERY, Interrupted, OnSigterm, new_run
 
 POLL_S = 0.5
+REPORT_S = 5.0
+"""A follower that waits for files tells how good it was at the last ones, if it has not for so long."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,8 @@ class _Following:
                         idle_since = time.monotonic()
                 if self.ranks.any(self.follower._stop.is_set()):
                     self._interrupt()
+                if self.window.losses and time.perf_counter() - self.since >= REPORT_S:
+                    self._report()
                 if self.step != self.saved:
                     self._save()
                 over = until_idle is not None and time.monotonic() - idle_since >= until_idle

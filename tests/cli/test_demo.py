@@ -161,6 +161,10 @@ def done(tmp_path):
         "latencies_ms": [1.0, 1.5, 2.0], "inside_ms": {"queue": 0.1, "history": 0.2, "features": 0.1, "model": 0.4},
         "replay": {"requests": 3, "histories_equal": 3, "bit_equal": 3, "max_difference": 0.0, "served_ne": 0.9,
                    "replayed_ne": 0.9, "labelled": 6},
+        "loop": {"requests": 900, "seconds": 60.0, "gap_over_time": [(10.0, 0.3), (50.0, 0.1)],
+                 "verification": {"events": 4000, "good": True}},
+        "loop_samples": [{"time": float(t), "served_ne": 0.9, "best_ne": 0.7, "gap": 0.2, "prequential_ne": None,
+                          "skew": None} for t in range(3)],
     }
     return demo
 
@@ -169,7 +173,7 @@ def test_the_result_has_the_promised_keys(done):
     result = closing.result(done)
     assert [result[key] for key in ("embedded", "planned")] == [None] * 2
     assert {"ranks", "idle", "loads"} <= set(result["waited"])
-    assert {"stored", "computed", "quality", "served", "replay", "seconds"} <= set(result)
+    assert {"stored", "computed", "quality", "served", "replay", "loop", "seconds"} <= set(result)
     assert {"once_ms", "per_candidate_ms", "max_difference"} <= set(result["computed"])
     assert {"p50_ms", "p99_ms"} <= set(result["served"])
     assert {"requests", "histories_equal", "max_difference"} <= set(result["replay"])
@@ -179,7 +183,8 @@ def test_the_page_and_the_object_are_written(done):
     closing.write_files(done, closing.result(done))
     assert json.loads((done.folder / "result.json").read_text())["stored"]["ratio"] == 3.0
     page = (done.folder / "report.html").read_text()
-    for section in ("Stored once", "Histories", "Learning", "Quality", "Calibration", "Latency", "Replay"):
+    for section in ("Stored once", "Histories", "Learning", "Quality", "Calibration", "Latency", "Replay",
+                    "The loop, live"):
         assert f"<h2>{section}</h2>" in page
 
 
@@ -187,5 +192,5 @@ def test_the_table_shows_ours_beside_the_others(done, capsys):
     closing.show(done, closing.result(done))
     text = capsys.readouterr().out
     for word in ("fat rows", "popularity", "0.8800", "p50 1.0 ms", "7.5 ms a request", "900 ms", "3 of 3 histories",
-                 "report.html"):
+                 "0.300 at first", "0.100 at the end", "report.html"):
         assert word in text

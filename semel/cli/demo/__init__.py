@@ -40,6 +40,7 @@ def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
         evaluating,
         examples,
         ingesting,
+        looping,
         replaying,
         serving,
         storage,
@@ -57,6 +58,7 @@ def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
         ("a request computed once", computing.step),
         ("a batch balanced over trainers", waiting.step),
         ("replay", replaying.step),
+        ("the loop, live", looping.step),
     ]
 
 

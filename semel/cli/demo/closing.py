@@ -12,7 +12,7 @@ from semel.cli.demo.evaluating import OURS
 from semel.cli.demo.state import Demo
 
 if TYPE_CHECKING:
-    from semel.cli.report.page import Page
+    from semel.cli.report.page import Page, Section
 
 LATER = ("embedded", "planned")
 """Parts of Semel that are still to come; their place in the result is null."""
@@ -30,6 +30,7 @@ def result(demo: Demo) -> dict[str, Any]:
         "quality": demo.facts["quality"],
         "served": demo.facts["served"],
         "replay": replay,
+        "loop": demo.facts["loop"],
         "training": {kind: demo.facts[f"{kind}_training"] for kind in OURS},
         "report": str(report_path(demo)),
         "seconds": time.perf_counter() - demo.started,
@@ -51,8 +52,8 @@ def write_files(demo: Demo, facts: dict[str, Any]) -> None:
 
 def show(demo: Demo, facts: dict[str, Any]) -> None:
     """The closing table, on stdout."""
-    stored, served, computed, waited, replay = (facts[name] for name in (
-        "stored", "served", "computed", "waited", "replay"))
+    stored, served, computed, waited, replay, live = (facts[name] for name in (
+        "stored", "served", "computed", "waited", "replay", "loop"))
     fat = {name: value for name, value in stored["fat_rows_by_layout"].items() if "last" in name}
     rows = [["stored", f"{output.size(stored['bytes'])} store and pointers", "fat rows:\n" + "\n".join(
         f"{output.size(value)} {name}" for name, value in fat.items())]]
@@ -72,6 +73,8 @@ def show(demo: Demo, facts: dict[str, Any]) -> None:
          f"{waited['idle']['as they come']:.1%} with requests\nas they come"],
         ["replay", f"{replay['histories_equal']:,} of {replay['requests']:,} histories equal",
          f"largest difference of a score: {replay['max_difference']:g}"],
+        ["the loop, live", f"{live['requests']:,} requests in {live['seconds']:.0f} s, none of "
+         f"{live['verification']['events']:,} events lost", _gap(live)],
         ["time", f"{facts['seconds']:.0f} s in all", f"{facts['training']['rank']['seconds']:.0f} s + "
          f"{facts['training']['next']['seconds']:.0f} s of it training"],
     ]
@@ -117,6 +120,7 @@ def page(demo: Demo) -> Page:
         sections.latency(facts["latencies_ms"], facts["inside_ms"], served),
         sections.waiting(facts["waited"]),
         sections.replay(replay),
+        _live(facts["loop_samples"]),
     ]
     sample = f" (a sample of {data['users']:,} users)" if demo.quick else ""
     return Page(
@@ -125,6 +129,25 @@ def page(demo: Demo) -> Page:
         f"every score that it gave was replayed. It took {(time.perf_counter() - demo.started) / 60:.1f} minutes.",
         cards, parts,
         {"data": f"{data['name']}, from {data['source']}", "terms": data["licence"], "semel": __version__})
+
+
+def _live(samples: list[dict[str, Any]]) -> Section:
+    from semel.cli.report.loop import quality
+    from semel.cli.report.page import Section
+
+    part = quality(samples)
+    return Section("The loop, live", [
+        "At last all of it at once, as processes of their own, on a simulated site: requests are served, outcomes "
+        "joined, a trainer follows, and the server swaps in what it has learnt, without a pause.", *part.text,
+    ], part.figures)
+
+
+def _gap(live: dict[str, Any]) -> str:
+    """The gap to the best NE at the beginning and at the end."""
+    if not live["gap_over_time"]:
+        return "too short for an NE"
+    (_, first), (_, last) = live["gap_over_time"][0], live["gap_over_time"][-1]
+    return f"NE above the best\nreachable: {first:.3f} at first,\n{last:.3f} at the end"
 
 
 def _quality_text(demo: Demo, next_own: dict[str, Any]) -> list[str]:

@@ -1,0 +1,54 @@
+"""Reading a log as it grows: what came since the last look, from a position that can be kept over restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from semel.examples.exposures import conform
+from semel.examples.logs import ExposureLog, OutcomeLog
+from semel.history.log.segments import SEGMENT_HEADER, read_records
+
+
+class LogPosition(NamedTuple):
+    """Behind a record: the number of its segment and the byte at which the next one begins. (0, 0): the beginning."""
+
+    segment: int = 0
+    offset: int = 0
+
+
+BEGINNING = LogPosition()
+
+
+class LogTail:
+    """``read()`` gives the records of ``log`` since ``position``, each whole, with the position behind it. One process
+    appends to the log meanwhile, or nobody; a segment that has a later one beside it is not appended to any more."""
+
+    def __init__(self, log: ExposureLog | OutcomeLog, position: LogPosition = BEGINNING) -> None:
+        self._log, self.position = log._log, position
+        self._schema: pa.Schema | None = None
+
+    def read(self) -> Iterator[tuple[pa.Table, LogPosition]]:
+        """Tables in the schema of the log. Raises CorruptFile for a damaged record, ValueError for another log."""
+        if self._schema is None:
+            self._schema = self._log.stored_schema()
+        if self._schema is None:
+            return
+        # The segments are listed first: one that is closed behind our back is read to its end the next time.
+        numbers = [int(path.stem) for path in self._log.segments() if int(path.stem) >= self.position.segment]
+        for number in numbers:
+            path = Path(self._log.path) / f"{number:08d}.log"
+            offset = self.position.offset if number == self.position.segment else SEGMENT_HEADER
+            if path.stat().st_size < SEGMENT_HEADER:
+                continue  # just made, or left by a process that was killed
+            for _, batch, end in read_records(path, max(offset, SEGMENT_HEADER)):
+                self.position = LogPosition(number, end)
+                table = pa.Table.from_batches([batch])
+                if table.schema != self._schema:
+                    table = conform(table, self._schema, str(path))
+                yield table, self.position
+            if number != numbers[-1]:
+                self.position = LogPosition(number + 1, SEGMENT_HEADER)
