@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from semel.batch import RequestBatch
     from semel.history import HistoryStore
     from semel.models import ModelArtifact
+    from semel.serving.shared_clock import SharedClock
 
 
 STATE_BYTES = 256 << 20
@@ -54,7 +55,7 @@ class Predictor:
         from semel.serving.schemas import is_string
 
         self.artifact, self.store, self.catalogue = artifact, store, catalogue
-        self.clock = Clock()
+        self.clock: Clock | SharedClock = Clock()
         self.max_candidates, self.share = max_candidates, share
         self.states = StateCache(state_bytes if share and shares(artifact) else 0)
         self.user_type, self.item_type = store.schema.user_id, item_type(store, artifact.features.item)
@@ -71,12 +72,13 @@ class Predictor:
 
     @classmethod
     def load(cls, run: str | Path, store: str | Path | HistoryStore, *, mode: Literal["r", "a"] = "r",
-             log_exposures: bool = True, max_candidates: int = 2000, share: bool = True,
+             log_exposures: bool = True, exposures: Any = None, max_candidates: int = 2000, share: bool = True,
              state_bytes: int = STATE_BYTES) -> Predictor:
         """The model of ``run`` over ``store`` (a path, or an open handle that stays the caller's to close).
 
         ``mode="a"`` opens the store for appending, as the server does; ``"r"`` reads beside a writer and looks for its
-        appends before each request. Raises FileNotFoundError for a missing run or store, ValueError where the store
+        appends before each request. ``exposures``: what they are appended to, in place of the log beside the store.
+        Raises FileNotFoundError for a missing run or store, ValueError where the store
         lacks a history column that the model reads, StoreLocked where ``"a"`` meets another writer.
         """
         run = Path(run)
@@ -101,7 +103,7 @@ class Predictor:
             if (folder / "catalogue").exists():
                 catalogue = opened.enter_context(HistoryStore.open(folder / "catalogue", mode=mode))
             _check_columns(run, artifact, store, catalogue)
-            log = ExposureLog(folder / "exposures") if log_exposures else None
+            log = exposures or (ExposureLog(folder / "exposures") if log_exposures else None)
             predictor = cls(artifact, store, catalogue, exposures=log, max_candidates=max_candidates, share=share,
                             state_bytes=state_bytes, refresh=mode == "r", owned=owned)
             opened.pop_all()
@@ -199,6 +201,13 @@ class Predictor:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every exposure so far is on disk; False if ``timeout`` seconds were not enough."""
         return self._writer.flush(timeout) if self._writer else True
+
+    def forget(self) -> None:
+        """Let go of what is kept of users between requests, and of files that were replaced: they were erased."""
+        for store in (self.store, self.catalogue):
+            if store is not None:
+                store.refresh()
+        self.states.clear()
 
     def close(self) -> None:
         """Write what waits, then close what ``load`` opened. Safe to call again."""

@@ -78,6 +78,11 @@ class MessageServer:
         for thread in connections.values():
             thread.join()
 
+    @property
+    def connections(self) -> int:
+        """Clients that are connected now."""
+        return len(self._connections)
+
     def __enter__(self) -> MessageServer:
         return self.start()
 
