@@ -15,10 +15,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback --token is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8080,
     token: Annotated[str | None, typer.Option(help="What clients must send as a bearer token.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="A file with the token: other users cannot read it off the "
+                                                    "list of processes.")] = None,
     max_candidates: Annotated[int, typer.Option(min=1, help="Most candidates of a request.")] = 2000,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered 503.")] = 64,
     latency_target: Annotated[float, typer.Option(help="Milliseconds in which an answer must be likely; what would "
-                                                  "take longer is answered 503 at once.")] = 500.0,
+                                                  "take longer is answered 503 at once.")] = 1000.0,
     workers: Annotated[int, typer.Option(min=1, help="Processes that answer; several share one that writes.")] = 1,
     scorers: Annotated[int, typer.Option(min=1, help="Requests that one process scores at the same time.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each scorer.")] = 1,
@@ -33,6 +35,11 @@ def serve(
     """Answer requests over HTTP until SIGTERM or Ctrl-C, then finish what was accepted."""
     from semel.cli import output
     from semel.serving import run_server
+
+    if token_file is not None:
+        if token is not None:
+            raise ValueError("give --token or --token-file, not both")
+        token = token_file.read_text("ascii").strip()
 
     def ready(url: str) -> None:
         if as_json:

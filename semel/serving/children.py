@@ -1,4 +1,5 @@
-"""A server's child processes: ``python -m semel.serving.children writer|worker``, with its settings on standard input.
+"""A server's child processes: ``python -m semel.serving.children writer`` or ``worker-N``, with settings on standard
+input.
 
 A child says on standard output when it is ready, or what is wrong; it ends when it is told to, and also when its
 standard input ends, which is how it learns that its parent is gone.
@@ -28,12 +29,12 @@ ORPHANED_SECONDS = 40.0
 
 
 def main() -> None:
-    role, settings = sys.argv[1], json.loads(sys.stdin.readline())
+    name, settings = sys.argv[1], json.loads(sys.stdin.readline())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends them in order
     options, runtime = ServerOptions(**settings["options"]), Runtime(Path(settings["runtime"]))
     orphaned = threading.Event()
     try:
-        if role == "writer":
+        if name == "writer":
             write(options, runtime, orphaned)
         else:
             work(options, runtime, orphaned, settings)

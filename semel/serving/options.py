@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from semel.serving.gate import check_binding
+from semel.serving.tracing import check_collector
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class ServerOptions:
     token: str | None = None
     max_candidates: int = 2000
     queue: int = 64
-    latency_target: float = 0.5
+    latency_target: float = 1.0
     scorers: int = 1
     threads: int = 1
     share: bool = True
@@ -40,6 +41,8 @@ class ServerOptions:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if self.latency_target <= 0:
             raise ValueError(f"--latency-target must be above 0, got {1e3 * self.latency_target:g} ms")
+        if self.otlp is not None:
+            check_collector(self.otlp)
         if self.log_level not in ("warning", "info"):
             raise ValueError(f"--log-level must be warning or info, got {self.log_level!r}")
 

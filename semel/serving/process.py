@@ -87,11 +87,11 @@ def serve_worker(options: ServerOptions, runtime: Runtime, number: int, starts: 
     started."""
     from semel.serving.predictor import Predictor
     from semel.serving.processes import Processes
-    from semel.serving.remote import RemoteExposures, RemoteWriters, WriterLink
+    from semel.serving.remote import RemoteExposures, RemoteWriters, WriterLink, over_socket
     from semel.serving.shared_clock import SharedClock
 
     log_to_stderr(options.log_level)
-    link = WriterLink(runtime.writer)
+    link = WriterLink(over_socket(runtime.writer))
     with Predictor.load(options.run, options.store, mode="r", max_candidates=options.max_candidates,
                         share=options.share, state_bytes=options.state_bytes,
                         exposures=RemoteExposures(link)) as predictor:

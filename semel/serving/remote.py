@@ -29,11 +29,28 @@ TOGETHER = 32
 """Posts of one worker that may be with the writer at the same time, where they share a commit."""
 
 
-class WriterLink:
-    """Connections to the writer process at ``socket_path``, one a thread."""
+Send = Callable[[dict[str, Any], Any, bool], dict[str, Any]]
 
-    def __init__(self, socket_path: Path):
-        self._path, self._own = socket_path, threading.local()
+
+def over_socket(socket_path: Path) -> Send:
+    """Sends a message to the process at ``socket_path`` and gives its answer; a connection for each thread."""
+    own = threading.local()
+
+    def send(text: dict[str, Any], body: Any, again: bool) -> dict[str, Any]:
+        client: MessageClient | None = getattr(own, "client", None)
+        if client is None:
+            client = own.client = MessageClient(socket_path, TIMEOUT, RECONNECT)
+        return client.ask(text, body, again)
+
+    return send
+
+
+class WriterLink:
+    """What a worker has of the writer. ``send(object, rows as an Arrow stream, again)`` gives the answer to a message,
+    and raises Unanswered where none came; ``again``: sending it twice does no harm."""
+
+    def __init__(self, send: Send):
+        self._send = send
         self._pool = ThreadPoolExecutor(TOGETHER, thread_name_prefix="semel-post")
         self._failure: tuple[BaseException, float] | None = None
         self.pending = 0
@@ -46,13 +63,10 @@ class WriterLink:
         return found[0] if found is not None and time.monotonic() - found[1] < FRESH_SECONDS else None
 
     def ask(self, text: dict[str, Any], table: pa.Table, again: bool) -> dict[str, Any]:
-        """The writer's answer. Raises InvalidRequest, Overloaded, WriterUnavailable, and what the store raised there.
-        ``again``: sending it twice does no harm."""
-        client: MessageClient | None = getattr(self._own, "client", None)
-        if client is None:
-            client = self._own.client = MessageClient(self._path, TIMEOUT, RECONNECT)
+        """The writer's answer. Raises InvalidRequest, Overloaded, WriterUnavailable, and what the store raised
+        there."""
         try:
-            answer = client.ask(text, stream_of(table), again)
+            answer = self._send(text, stream_of(table), again)
         except Unanswered as error:
             what = "it may be stored: send it again with the same keys" if error.perhaps else "nothing was stored"
             gone = WriterUnavailable(f"the writer process does not answer ({error}); {what}")

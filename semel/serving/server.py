@@ -62,10 +62,13 @@ def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 6
     app.add_middleware(Gate, token=token)
     app.add_exception_handler(HTTPException, _http_error)
 
+    def refused(reason: str) -> None:
+        service.metrics.refused.labels(reason).inc()
+
     async def answer(request: Request, work: Callable[[bytes], Awaitable[bytes]]) -> Response:
         endpoint = request.url.path.removeprefix("/v1/")
         started = time.perf_counter()
-        response = await _answer(request, work, body_limit)
+        response = await _answer(request, work, body_limit, refused)
         seconds = time.perf_counter() - started
         service.metrics.seconds.labels(endpoint).observe(seconds)
         service.metrics.responses.labels(endpoint, str(response.status_code)).inc()
@@ -102,7 +105,8 @@ def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 6
     return app
 
 
-async def _answer(request: Request, work: Callable[[bytes], Awaitable[bytes]], body_limit: int) -> Response:
+async def _answer(request: Request, work: Callable[[bytes], Awaitable[bytes]], body_limit: int,
+                  refused: Callable[[str], None]) -> Response:
     """The response to one POST; every way it can go wrong has a status and a message."""
     from semel.history import StoreError
 
@@ -117,6 +121,7 @@ async def _answer(request: Request, work: Callable[[bytes], Awaitable[bytes]], b
     except InvalidRequest as error:
         return _error(422, error.field, error.message)
     except Overloaded as error:
+        refused("overload")
         return _error(503, None, str(error), {"retry-after": str(error.retry_after)})
     except ClientDisconnect:
         return Response(status_code=499)
@@ -124,6 +129,7 @@ async def _answer(request: Request, work: Callable[[bytes], Awaitable[bytes]], b
         log.error({"event": "no score", "path": path, "status": 500, "error": str(error)})
         return _error(500, None, str(error))
     except (OSError, StoreError) as error:  # a full or vanished disk: nothing unacknowledged is promised, keep serving
+        refused("store")
         log.error({"event": "store unusable", "path": path, "status": 503, "error": str(error)[:500]})
         return _error(503, None, f"the store cannot be used: {error}", {"retry-after": "5"})
     except Exception:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from semel.serving.results import RankResult
     from semel.serving.writers import Writers
 
-LATENCY_TARGET = 0.5
+LATENCY_TARGET = 1.0
 """Seconds in which an answer must be likely for a request to be admitted."""
 TOGETHER = 512
 """Most candidates of requests that are scored together: beyond, they would wait for each other and gain nothing."""

@@ -31,11 +31,11 @@ SLOWEST_RESTART = 10.0
 
 
 class Child:
-    """One process. ``starts``: how often it has been started."""
+    """One process, ``writer`` or ``worker-N``. ``starts``: how often it has been started."""
 
-    def __init__(self, name: str, role: str, settings: dict[str, Any], inherited: tuple[int, ...]):
+    def __init__(self, name: str, settings: dict[str, Any], inherited: tuple[int, ...] = ()):
         self.name, self.starts = name, 0
-        self._role, self._settings, self._inherited = role, settings, inherited
+        self._settings, self._inherited = settings, inherited
         self.process: subprocess.Popen[str] | None = None
         self._started_at = 0.0
         self._failed = 0
@@ -46,7 +46,7 @@ class Child:
         self._started_at = time.monotonic()
         # -c and not -m: a package that is imported on the way must not meet its own module a second time.
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from semel.serving.children import main; main()", self._role], text=True,
+            [sys.executable, "-c", "from semel.serving.children import main; main()", self.name], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=self._inherited)
         assert self.process.stdin is not None
         try:
@@ -101,8 +101,8 @@ def supervise(options: ServerOptions, workers: int, listener: socket.socket, sta
     runtime = Runtime.make()
     store = Path(options.store)
     settings = {"options": options.to_json(), "runtime": str(runtime.path)}
-    writer = Child("writer", "writer", settings, ())
-    fleet = [Child(f"worker-{number}", "worker", {**settings, "number": number, "listener": listener.fileno()},
+    writer = Child("writer", settings)
+    fleet = [Child(f"worker-{number}", {**settings, "number": number, "listener": listener.fileno()},
                    (listener.fileno(),)) for number in range(workers)]
     said: queue.SimpleQueue[tuple[Child | None, dict[str, Any] | None]] = queue.SimpleQueue()
 

@@ -6,17 +6,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic_core import from_json
-
 SILENT = frozenset({"/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"})
 
 
 def traced(app: Any, endpoint: str) -> Any:
     """``app`` with its spans sent to the OpenTelemetry collector at ``endpoint`` (OTLP over HTTP, such as
-    ``http://127.0.0.1:4318``), in batches, from a thread of their own. Raises ValueError where the extra is missing or
-    ``endpoint`` is no URL."""
-    if not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"--otlp must be the URL of a collector (http://127.0.0.1:4318), got {endpoint!r}")
+    ``http://127.0.0.1:4318``), in batches, from a thread of their own. Raises ValueError where the extra is missing."""
+    check_collector(endpoint)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -27,6 +23,13 @@ def traced(app: Any, endpoint: str) -> Any:
     provider = TracerProvider(resource=Resource.create({"service.name": "semel"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")))
     return Tracing(app, provider)
+
+
+
+def check_collector(endpoint: str) -> None:
+    """Raises ValueError for what is no URL."""
+    if not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"--otlp must be the URL of a collector (http://127.0.0.1:4318), got {endpoint!r}")
 
 
 class Tracing:
@@ -89,6 +92,8 @@ class _Seen:
         await self._send(message)
 
     def answer(self) -> dict[str, Any]:
+        from pydantic_core import from_json
+
         try:
             value = from_json(bytes(self._body)) if self._body else {}
         except ValueError:

@@ -4,7 +4,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from semel.serving.server import create_app
-from semel.serving.tracing import Tracing, stages, traced
+from semel.serving.tracing import Tracing, check_collector, stages
 
 
 def test_stages_come_in_order_and_without_totals():
@@ -15,7 +15,7 @@ def test_stages_come_in_order_and_without_totals():
 
 def test_a_collector_must_be_a_url():
     with pytest.raises(ValueError, match="--otlp must be the URL of a collector"):
-        traced(None, "localhost")
+        check_collector("localhost")
 
 
 @pytest.fixture
