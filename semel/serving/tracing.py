@@ -25,7 +25,6 @@ def traced(app: Any, endpoint: str) -> Any:
     return Tracing(app, provider)
 
 
-
 def check_collector(endpoint: str) -> None:
     """Raises ValueError for what is no URL."""
     if not endpoint.startswith(("http://", "https://")):

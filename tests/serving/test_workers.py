@@ -75,7 +75,7 @@ class Site:
     def pid(self, role):
         """The newest child of that role ("writer", "worker-0")."""
         runtime = json.loads((self.store / "server.json").read_text())
-        for line in os.popen(f"ps -o pid=,args= --ppid {runtime['pid']}").read().splitlines():
+        for line in os.popen(f"ps -ww -o pid=,args= --ppid {runtime['pid']}").read().splitlines():
             pid, _, args = line.strip().partition(" ")
             if args.endswith(f"main() {role}"):
                 return int(pid)
