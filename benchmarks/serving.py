@@ -113,7 +113,7 @@ def in_process(run: Path, store: Path, number: int) -> dict[str, float]:
 def serving(run: Path, store: Path, share: bool = True) -> Iterator[str]:
     """A server in a process of its own; yields its address."""
     code = ("import sys; from semel.serving import run_server; run_server(sys.argv[1], sys.argv[2], port=0, "
-            "share=sys.argv[3] == 'True', ready=lambda url: print(url, flush=True))")
+            "latency_target=3600, share=sys.argv[3] == 'True', ready=lambda url: print(url, flush=True))")
     server = subprocess.Popen([sys.executable, "-c", code, str(run), str(store), str(share)], stdout=subprocess.PIPE,
                               text=True)
     try:

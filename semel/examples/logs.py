@@ -95,6 +95,7 @@ class ExposureLog:
 
     def __init__(self, path: str | Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._log = _Segments(path, "exposures", exposure_schema, segment_bytes)
+        self.path = self._log.path
 
     def append(self, table: pa.Table) -> None:
         """Adds exposures, durable on return. Nullable columns may be absent. Raises ValueError for a table that does
@@ -166,6 +167,12 @@ class OutcomeLog:
     def read(self) -> pa.Table:
         """All outcomes that are durable now; an empty table where there is no log."""
         return self._log.read()
+
+    def forget(self) -> None:
+        """Close the segment, and know keys no longer but from the disk: somebody is about to rewrite it."""
+        with self._log.lock:
+            self._log.close()
+            self._keys = None
 
     def close(self) -> None:
         with self._log.lock:

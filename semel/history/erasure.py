@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -152,6 +155,43 @@ def _replace(scratch: Path, path: Path) -> None:
     sync_folder(scratch)
     os.replace(scratch, path)
     sync_folder(path.parent)
+
+
+def traces(places: Iterable[Path], key: str, users: np.ndarray) -> list[str]:
+    """The files in ``places`` that still name one of ``users``: every file's bytes are searched, and those of Parquet
+    files and logs once more as they are unpacked, where also the column ``key`` is compared.
+
+    Searched for are ids of at least 6 bytes as text, and integers from 2^24 on as 8 bytes: what is shorter turns up by
+    chance, and is found by column only. An id that is part of another's is found there too.
+    """
+    texts = [str(user).encode() for user in users.tolist()]
+    words = [re.escape(text) for text in texts if len(text) >= 6]
+    if users.dtype != object:
+        words += [re.escape(int(user).to_bytes(8, "little", signed=True)) for user in users if abs(int(user)) >> 24]
+    named = re.compile(b"|".join(words)).search if words else None
+    ids = pa.array(users)
+    found = (path for place in places for path in (sorted(place.rglob("*")) if place.is_dir() else [place]))
+    return [str(path) for path in found if path.is_file() and _names(path, key, ids, named)]
+
+
+def _names(path: Path, key: str, ids: pa.Array, named: Callable[[Any], Any] | None) -> bool:
+    try:
+        if named is not None and path.stat().st_size:
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                if named(content):
+                    return True
+        if path.suffix not in SUFFIXES:
+            return False
+        for batch in _batches(path):
+            if _fits(batch.schema, key, ids) and pc.any(_is_in(batch, key, ids)).as_py():
+                return True
+            if named is not None and any(
+                    buffer is not None and buffer.size and named(memoryview(buffer))
+                    for column in batch.columns for buffer in column.buffers()):
+                return True
+    except FileNotFoundError:  # somebody else's temporary file
+        pass
+    return False
 
 
 def check_places(also: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:

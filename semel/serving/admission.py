@@ -1,4 +1,4 @@
-"""Admission: a bounded number of requests may wait for the scoring threads; the rest is refused at once."""
+"""Admission: what can be answered in time may wait for the scoring threads; the rest is refused at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from semel.serving.errors import Overloaded
+from semel.serving.forecast import Forecast
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
 class Admission(Generic[Job, Result]):
-    """``workers`` threads do the work, ``queue`` more jobs may wait. Used from one event loop only.
+    """``scorers`` threads do the work, ``queue`` more jobs may wait. Used from one event loop only.
+
+    A job is refused (``Overloaded``) where the queue is full, and where what is ahead of it and its own work are
+    expected to take longer than ``target`` seconds, by what work took lately; one that has nobody ahead is always
+    taken.
 
     ``work(jobs, seconds that each waited)`` gives a result a job; one that is an exception is that job's error, what
     ``work`` raises is that of all. A free thread takes the first job that waits, and those after it as long as
@@ -26,30 +31,54 @@ class Admission(Generic[Job, Result]):
     """
 
     def __init__(self, work: Callable[[Sequence[Job], Sequence[float]], Sequence[Result | Exception]],
-                 workers: int = 1, queue: int = 64, *, size: Callable[[Job], int] = lambda _: 1, most: int = 1):
-        if workers < 1 or queue < 0:
-            raise ValueError(f"admission needs at least one worker and no negative queue, got {workers} and {queue}")
-        self._work, self._size, self._most = work, size, most
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="semel-score")
-        self._limit, self._workers = workers + queue, workers
+                 scorers: int = 1, queue: int = 64, *, size: Callable[[Job], int] = lambda _: 1, most: int = 1,
+                 target: float = math.inf):
+        if scorers < 1 or queue < 0:
+            raise ValueError(f"admission needs at least one scorer and no negative queue, got {scorers} and {queue}")
+        self._work, self._size, self._most, self._target = work, size, most, target
+        self._pool = ThreadPoolExecutor(scorers, thread_name_prefix="semel-score")
+        self._limit, self._scorers = scorers + queue, scorers
+        self._running: dict[object, float] = {}  # groups that are being worked on, and when they should be done
+        self._changed = threading.Condition()
         self._waiting: deque[tuple[Job, float, Future[Result]]] = deque()
         self._taking = threading.Lock()
-        self._seconds = 0.01  # of one request, smoothed: what Retry-After is estimated from
+        self._forecast = Forecast()
         self.inside = 0
+        self._size_waiting = 0
 
     @property
     def full(self) -> bool:
         return self.inside >= self._limit
 
-    async def run(self, job: Job) -> Result:
-        """The result of ``job``. Raises Overloaded when workers and queue are full, and what is its error."""
+    def expected(self, size: int = 0) -> float:
+        """Seconds until a job of this size would be done if it came now."""
+        with self._taking:
+            waiting = self._forecast.seconds(len(self._waiting), self._size_waiting)
+            own = self._forecast.seconds(1, size)
+        now = time.perf_counter()
+        running = sum(max(at - now, 0.0) for at in list(self._running.values()))
+        return (running + waiting) / self._scorers + own
+
+    def check(self, size: int = 0) -> None:
+        """Raises Overloaded where a job of this size would be refused now."""
         if self.full:
-            wait = self.inside * self._seconds / self._workers
             raise Overloaded(f"{self.inside} requests are being scored or wait, and {self._limit} may",
-                             max(1, math.ceil(wait)))
+                             max(1, math.ceil(self.expected(size))))
+        if self.inside >= self._scorers:
+            expected = self.expected(size)
+            if expected > self._target:
+                raise Overloaded(f"an answer would take about {1e3 * expected:.0f} ms, and {1e3 * self._target:.0f} is "
+                                 f"the target: {self.inside} requests are ahead", max(1, math.ceil(expected)))
+
+    async def run(self, job: Job) -> Result:
+        """The result of ``job``. Raises Overloaded where it is refused, and what is its error."""
+        size = self._size(job)
+        self.check(size)
         self.inside += 1
         done: Future[Result] = Future()
-        self._waiting.append((job, time.perf_counter(), done))
+        with self._taking:
+            self._waiting.append((job, time.perf_counter(), done))
+            self._size_waiting += size
         self._pool.submit(self._next)  # finds nothing if an earlier one took this job along
         future = asyncio.wrap_future(done)
         # The slot is free when the work is done, not when its client hangs up: a cancelled await must not let the
@@ -62,12 +91,20 @@ class Admission(Generic[Job, Result]):
         if not group:
             return
         started = time.perf_counter()
+        size = sum(self._size(job) for job, _, _ in group)
+        me = object()
+        with self._changed:
+            self._running[me] = started + self._forecast.seconds(len(group), size)
         results: Sequence[Result | Exception]
         try:
             results = self._work([job for job, _, _ in group], [started - entered for _, entered, _ in group])
         except Exception as error:  # whatever it is, it belongs to those who wait for this group
             results = [error] * len(group)
-        self._seconds += 0.1 * ((time.perf_counter() - started) / len(group) - self._seconds)
+        with self._changed:
+            if not all(isinstance(result, Exception) for result in results):  # a refusal takes no time
+                self._forecast.observe(len(group), size, time.perf_counter() - started)
+            del self._running[me]
+            self._changed.notify_all()
         for (_, _, done), result in zip(group, results, strict=True):
             if isinstance(result, Exception):
                 done.set_exception(result)
@@ -80,6 +117,7 @@ class Admission(Generic[Job, Result]):
         with self._taking:
             while self._waiting and (not group or size + self._size(self._waiting[0][0]) <= self._most):
                 waiting = self._waiting.popleft()
+                self._size_waiting -= self._size(waiting[0])
                 if waiting[2].set_running_or_notify_cancel():
                     group.append(waiting)
                     size += self._size(waiting[0])
@@ -89,6 +127,12 @@ class Admission(Generic[Job, Result]):
         self.inside -= 1
         if not future.cancelled():
             future.exception()  # seen, so that asyncio does not report the error of a client that hung up
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until what is being worked on now is done; False if ``timeout`` seconds were not enough."""
+        with self._changed:
+            now = set(self._running)
+            return self._changed.wait_for(lambda: not now & set(self._running), timeout)
 
     def close(self) -> None:
         """Wait for the work that was admitted."""

@@ -28,6 +28,7 @@ _ANSWERS = {
 }
 _ERROR = _object(error=_object(field={"anyOf": [_STRING, {"type": "null"}]}, message=_STRING))
 _FAILURES = {"401": "The token is missing or wrong", "403": "The Host header names another machine",
+             "408": "The body did not arrive in time",
              "413": "The body is too large", "422": "The request is wrong; `field` says where",
              "500": "The server or the model failed", "503": "Overloaded or unable to write; see Retry-After"}
 

@@ -48,20 +48,26 @@ class Gate:
             host = headers.get(b"host", b"").decode("latin-1")
             name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.rsplit(":", 1)[0]
             if host and not is_loopback(name):
-                await _refuse(send, 403, "host", "a server without a token answers only to localhost and 127.0.0.1")
+                await _refuse(scope, receive, send, 403, "host",
+                              "a server without a token answers only to localhost and 127.0.0.1")
                 return
         elif scope["path"] not in OPEN_PATHS:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
-                await _refuse(send, 401, "authorization", "a valid token is needed: 'Authorization: Bearer TOKEN'",
+                await _refuse(scope, receive, send, 401, "authorization",
+                              "a valid token is needed: 'Authorization: Bearer TOKEN'",
                               (b"www-authenticate", b"Bearer"))
                 return
         await self._app(scope, receive, send)
 
 
-async def _refuse(send: Any, status: int, field: str, message: str, *headers: tuple[bytes, bytes]) -> None:
+async def _refuse(scope: Any, receive: Any, send: Any, status: int, field: str, message: str,
+                  *headers: tuple[bytes, bytes]) -> None:
     body = json.dumps({"error": {"field": field, "message": message}}).encode()
-    # The request's body was not read: the connection cannot be used again.
+    from semel.serving.bodies import drain
+
+    # The request's body is not wanted: some of it is thrown away, and the connection cannot be used again.
+    await drain(scope, receive)
     await send({"type": "http.response.start", "status": status, "headers": [
         (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close"),
         *headers]})

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from semel.serving.errors import Overloaded
 
 Job = TypeVar("Job")
+FRESH_SECONDS = 5.0
 
 
 class GroupCommit(Generic[Job]):
@@ -28,6 +29,7 @@ class GroupCommit(Generic[Job]):
                  max_pending: int = 1024, linger: float = 0.0, retry: tuple[type[Exception], ...] = ()):
         self.name = name
         self.failure: BaseException | None = None
+        self._failed_at = 0.0
         self.failed = 0
         self._commit, self._max_group, self._max_pending = commit, max_group, max_pending
         self._linger, self._retry = linger, retry
@@ -42,6 +44,11 @@ class GroupCommit(Generic[Job]):
     def pending(self) -> int:
         """Jobs handed in and not yet written."""
         return len(self._jobs) + self._busy
+
+    @property
+    def recent_failure(self) -> BaseException | None:
+        """``failure``, unless it is old: who hands in no jobs because of it would never learn that it is over."""
+        return self.failure if time.monotonic() - self._failed_at < FRESH_SECONDS else None
 
     def submit(self, job: Job) -> Future:
         """Queue ``job``; the future gives its result. Overloaded when too many wait, RuntimeError when closed."""
@@ -100,7 +107,7 @@ class GroupCommit(Generic[Job]):
             try:
                 results = self._commit([job for job, _ in group])
             except Exception as error:  # whatever it is, it belongs to those who wait for this group
-                self.failure = error
+                self.failure, self._failed_at = error, time.monotonic()
                 if isinstance(error, self._retry) and not self._closed:
                     time.sleep(1.0)
                     continue

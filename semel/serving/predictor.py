@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from semel.history import HistoryStore
     from semel.memory import DeltaSubscriber, Position
     from semel.models import ModelArtifact
+    from semel.serving.shared_clock import SharedClock
     from semel.serving.versions import VersionWatch
 
 
@@ -58,7 +59,7 @@ class Predictor:
 
         self._artifact, self.store, self.catalogue = artifact, store, catalogue
         self.memory = memory
-        self.clock = Clock()
+        self.clock: Clock | SharedClock = Clock()
         self.max_candidates, self.share = max_candidates, share
         self.states = StateCache(state_bytes if share and shares(artifact) else 0)
         self.user_type, self.item_type = store.schema.user_id, item_type(store, artifact.features.item)
@@ -75,15 +76,16 @@ class Predictor:
 
     @classmethod
     def load(cls, run: str | Path, store: str | Path | HistoryStore, *, mode: Literal["r", "a"] = "r",
-             log_exposures: bool = True, max_candidates: int = 2000, share: bool = True,
+             log_exposures: bool = True, exposures: Any = None, max_candidates: int = 2000, share: bool = True,
              state_bytes: int = STATE_BYTES, memory: str | Path | None = None) -> Predictor:
         """The model of ``run`` over ``store`` (a path, or an open handle that stays the caller's to close).
 
         ``mode="a"`` opens the store for appending, as the server does; ``"r"`` reads beside a writer and looks for its
-        appends before each request. Weights that training saves into ``run`` later are swapped in within a second
-        (``versions``), and so are item rows that it publishes to ``memory`` (by default the run's own folder of that
-        name). Raises FileNotFoundError for a missing run or store, ValueError where the store lacks a history column
-        that the model reads, StoreLocked where ``"a"`` meets another writer.
+        appends before each request. ``exposures``: what they are appended to, in place of the log beside the store.
+        Weights that training saves into ``run`` later are swapped in within a second (``versions``), and so are item
+        rows that it publishes to ``memory`` (by default the run's own folder of that name). Raises FileNotFoundError
+        for a missing run or store, ValueError where the store lacks a history column that the model reads, StoreLocked
+        where ``"a"`` meets another writer.
         """
         run = Path(run)
         if not run.exists():
@@ -109,7 +111,7 @@ class Predictor:
             if (folder / "catalogue").exists():
                 catalogue = opened.enter_context(HistoryStore.open(folder / "catalogue", mode=mode))
             _check_columns(run, artifact, store, catalogue)
-            log = ExposureLog(folder / "exposures") if log_exposures else None
+            log = exposures or (ExposureLog(folder / "exposures") if log_exposures else None)
             rows = subscribe(artifact, run / "memory" if memory is None else memory)
             if rows is not None:
                 opened.callback(rows.close)
@@ -248,6 +250,13 @@ class Predictor:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every exposure so far is on disk; False if ``timeout`` seconds were not enough."""
         return self._writer.flush(timeout) if self._writer else True
+
+    def forget(self) -> None:
+        """Let go of what is kept of users between requests, and of files that were replaced: they were erased."""
+        for store in (self.store, self.catalogue):
+            if store is not None:
+                store.refresh()
+        self.states.clear()
 
     def close(self) -> None:
         """Write what waits, then close what ``load`` opened. Safe to call again."""

@@ -14,38 +14,47 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from semel import __version__
+from semel.serving.bodies import BodyTooLarge, BodyTooSlow, read_body
 from semel.serving.checks import show
 from semel.serving.documentation import document
 from semel.serving.errors import InvalidRequest, NonFiniteScore, Overloaded
 from semel.serving.gate import Gate
 from semel.serving.metrics import CONTENT_TYPE
-from semel.serving.service import Service
+from semel.serving.service import LATENCY_TARGET, Service
 
 if TYPE_CHECKING:
     from semel.serving.predictor import Predictor
+    from semel.serving.processes import Processes
 
 log = logging.getLogger("semel.serving")
 BODY_LIMIT = 1 << 20
 
 
-class BodyTooLarge(ValueError):
-    """The request's body is longer than the limit."""
-
-
-def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 64, workers: int = 1,
-               body_limit: int = BODY_LIMIT) -> FastAPI:
+def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 64, scorers: int = 1,
+               body_limit: int = BODY_LIMIT, latency_target: float = LATENCY_TARGET, writers: Any = None,
+               processes: Processes | None = None) -> FastAPI:
     """An ASGI application around ``predictor``, which stays the caller's to close after the application's shutdown.
 
-    ``token``: what clients must send; without one only requests to a loopback name are answered. ``workers`` threads
-    score, ``queue`` more requests may wait (503 beyond). ``body_limit``: bytes (413 beyond). Events, items are refused
-    where the predictor's store is open for reading. ``app.state.service`` is the Service.
+    ``token``: what clients must send; without one only requests to a loopback name are answered. ``scorers`` threads
+    score, ``queue`` more requests may wait; beyond, and where an answer within ``latency_target`` seconds is not to be
+    expected, there is a 503 at once. ``body_limit``: bytes (413 beyond). ``writers``: what takes events, items and
+    outcomes; by default the predictor's own stores, which refuse them where they are open for reading. ``processes``:
+    the siblings of a worker. ``app.state.service`` is the Service.
     """
-    service = Service(predictor, queue=queue, workers=workers)
+    service = Service(predictor, queue=queue, scorers=scorers, latency_target=latency_target, writers=writers)
+    metrics_text = service.metrics.text
+    if processes is not None:
+        starts = processes.starts
+        service.metrics.watch("semel_process_starts", "How often this process was started", lambda: starts)
+        processes.start(service.metrics.text, service.told)
+        metrics_text = processes.metrics
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         service.close()
+        if processes is not None:
+            processes.close()
 
     app = FastAPI(title="Semel", version=__version__, lifespan=lifespan, redoc_url=None,
                   redirect_slashes=False)
@@ -53,12 +62,19 @@ def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 6
     app.add_middleware(Gate, token=token)
     app.add_exception_handler(HTTPException, _http_error)
 
+    def refused(reason: str) -> None:
+        service.metrics.refused.labels(reason).inc()
+
     async def answer(request: Request, work: Callable[[bytes], Awaitable[bytes]]) -> Response:
         endpoint = request.url.path.removeprefix("/v1/")
         started = time.perf_counter()
-        response = await _answer(request, work, body_limit)
-        service.metrics.seconds.labels(endpoint).observe(time.perf_counter() - started)
+        response = await _answer(request, work, body_limit, refused)
+        seconds = time.perf_counter() - started
+        service.metrics.seconds.labels(endpoint).observe(seconds)
         service.metrics.responses.labels(endpoint, str(response.status_code)).inc()
+        if log.isEnabledFor(logging.INFO):
+            log.info({"event": "request", "path": request.url.path, "status": response.status_code,
+                      "milliseconds": round(1e3 * seconds, 3)})
         return response
 
     def post(name: str, work: Callable[[bytes], Awaitable[bytes]], summary: str) -> None:
@@ -73,7 +89,8 @@ def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 6
 
     @app.get("/healthz", summary="The process answers", tags=["operation"])
     async def healthz() -> Response:
-        return _json(200, {"status": "ok", "version": __version__, "model_version": predictor.model_version})
+        which = {} if processes is None else {"worker": processes.number}
+        return _json(200, {"status": "ok", "version": __version__, "model_version": predictor.model_version, **which})
 
     @app.get("/readyz", summary="The server can take traffic", tags=["operation"])
     async def readyz() -> Response:
@@ -82,55 +99,42 @@ def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 6
 
     @app.get("/metrics", summary="Prometheus metrics", tags=["operation"])
     def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(metrics_text(), media_type=CONTENT_TYPE)
 
     document(app, service.bodies)
     return app
 
 
-async def _answer(request: Request, work: Callable[[bytes], Awaitable[bytes]], body_limit: int) -> Response:
+async def _answer(request: Request, work: Callable[[bytes], Awaitable[bytes]], body_limit: int,
+                  refused: Callable[[str], None]) -> Response:
     """The response to one POST; every way it can go wrong has a status and a message."""
     from semel.history import StoreError
 
     path = request.url.path
     try:
-        body = await _read_body(request, body_limit)
+        body = await read_body(request.scope, request.receive, body_limit)
         return Response(await work(body), media_type="application/json")
     except BodyTooLarge as error:
         return _error(413, "body", str(error), {"connection": "close"})
+    except BodyTooSlow as error:
+        return _error(408, "body", str(error), {"connection": "close"})
     except InvalidRequest as error:
         return _error(422, error.field, error.message)
     except Overloaded as error:
+        refused("overload")
         return _error(503, None, str(error), {"retry-after": str(error.retry_after)})
     except ClientDisconnect:
         return Response(status_code=499)
     except NonFiniteScore as error:
-        log.error("%s", to_json({"path": path, "status": 500, "error": str(error)}).decode())
+        log.error({"event": "no score", "path": path, "status": 500, "error": str(error)})
         return _error(500, None, str(error))
     except (OSError, StoreError) as error:  # a full or vanished disk: nothing unacknowledged is promised, keep serving
-        log.error("%s", to_json({"path": path, "status": 503, "error": show(str(error), 500)}).decode())
+        refused("store")
+        log.error({"event": "store unusable", "path": path, "status": 503, "error": str(error)[:500]})
         return _error(503, None, f"the store cannot be used: {error}", {"retry-after": "5"})
     except Exception:
-        log.exception("%s", to_json({"path": path, "status": 500}).decode())
+        log.exception({"event": "bug", "path": path, "status": 500})
         return _error(500, None, "an error inside the server; its log has the details")
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The body, which must be JSON by its content type: a web page cannot send that elsewhere without being asked."""
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "application/json":
-        raise InvalidRequest("content-type", f"must be application/json, got {show(kind)}")
-    too_large = f"the body has more than {limit:,} bytes; send it in parts"
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise BodyTooLarge(too_large)
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:  # chunked bodies do not declare their length
-            raise BodyTooLarge(too_large)
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> Response:

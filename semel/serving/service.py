@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -16,14 +14,18 @@ from semel.serving.errors import InvalidRequest, Overloaded
 from semel.serving.metrics import Metrics
 from semel.serving.results import RankRequest
 from semel.serving.schemas import Body, events_body, outcomes_body, rank_body
-from semel.serving.writes import OutcomeWriter, RowWriter, Written
+from semel.serving.writes import Written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from semel.serving.predictor import Predictor
+    from semel.serving.remote import RemoteWriters
     from semel.serving.results import RankResult
+    from semel.serving.writers import Writers
 
+LATENCY_TARGET = 1.0
+"""Seconds in which an answer must be likely for a request to be admitted."""
 TOGETHER = 512
 """Most candidates of requests that are scored together: beyond, they would wait for each other and gain nothing."""
 
@@ -32,37 +34,35 @@ class Service:
     """``rank``, ``append`` and ``outcomes`` take a body's bytes and give the answer's; used from one event loop. Where
     the predictor's store is open for reading, events and items are refused."""
 
-    def __init__(self, predictor: Predictor, *, queue: int = 64, workers: int = 1):
-        from semel.examples.exposures import SHOWN, outcome_schema
-        from semel.examples.logs import OutcomeLog
+    def __init__(self, predictor: Predictor, *, queue: int = 64, scorers: int = 1,
+                 latency_target: float = LATENCY_TARGET, writers: Writers | RemoteWriters | None = None):
+        from semel.examples.exposures import SHOWN
 
         self.predictor, self.metrics = predictor, Metrics()
         store, catalogue, features = predictor.store, predictor.catalogue, predictor.artifact.features
-        folder = Path(store.path)
-        now = predictor.clock.now
+        if writers is None:
+            from semel.serving.writers import Writers
+
+            writers = Writers(store, catalogue, features.item, None, predictor.clock.now)
+        self.writers, self.rows, self.outcome_writer = writers, writers.rows, writers.outcomes
         self.draining = False
-        self.admission = Admission(self._rank, workers, queue, size=_candidates, most=TOGETHER)
+        self.admission = Admission(self._rank, scorers, queue, size=_candidates, most=TOGETHER, target=latency_target)
         self.bodies: dict[str, Body] = {
             "rank": rank_body(predictor.user_type, predictor.item_type, predictor.max_candidates),
             "outcomes": outcomes_body(predictor.item_type, {
                 **{task.name: task.kind == "binary" for task in features.tasks}, SHOWN: True}),
         }
-        self.rows: dict[str, RowWriter] = {}
-        writable = store.mode == "a"
-        if writable:
-            self.rows["events"] = RowWriter("event", store, folder / "event_keys", now)
+        if "events" in self.rows:
             self.bodies["events"] = events_body(store.schema.key, store.schema.user_id, store.schema.columns,
                                                 (features.item,), "events", "Event", idempotent=True)
-        if writable and catalogue is not None:
-            self.rows["items"] = RowWriter("item", catalogue, None, now)
+        if "items" in self.rows and catalogue is not None:
             self.bodies["items"] = events_body(catalogue.schema.key, catalogue.schema.user_id, catalogue.schema.columns,
                                                (), "items", "Item", idempotent=False)
-        self.outcome_writer = OutcomeWriter(OutcomeLog(folder / "outcomes"),
-                                            outcome_schema(predictor.user_type, predictor.item_type), now)
         self._watch()
 
     async def rank(self, body: bytes) -> bytes:
         """``POST /v1/rank``."""
+        self.admission.check()  # before the work of reading the body
         request = self.bodies["rank"].parse(body)
         return await self.admission.run(RankRequest(request["user_id"], request["candidates"], request.get("context"),
                                                     request.get("limit"), request.get("as_of")))
@@ -72,7 +72,7 @@ class Service:
         if kind not in self.rows:
             why = "the store has no catalogue" if kind == "items" and self.rows else "this server only reads its store"
             raise InvalidRequest(kind, why)
-        writer = self.rows[kind]
+        writer: Any = self.rows[kind]
 
         def prepare() -> Any:  # Arrow's work, off the event loop
             return writer.rows(self.bodies[kind].parse(body)[kind], kind)
@@ -106,15 +106,27 @@ class Service:
             return "the queue is full"
         return None
 
+    def told(self, verb: str) -> bool:
+        """What an erasure asks of a process that reads: ``flush`` the exposures of what it has scored to their log, or
+        ``forget`` what it keeps of users. Whether it was done in time."""
+        if verb == "flush":
+            return self.admission.settle(30) and self.predictor.flush(30)
+        if verb == "forget":
+            self.predictor.forget()
+            done = self.admission.settle(30)  # what was being scored may have kept a state once more
+            self.predictor.forget()
+            return done
+        raise ValueError(f"this server knows no {verb!r}")
+
     def close(self) -> None:
         """Finish what was admitted and write what waits. The predictor stays open."""
         self.draining = True
         self.admission.close()
-        with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
-            for _, writer in self._writers():
-                stack.callback(writer.close)
+        try:
             if not self.predictor.flush(timeout=30):
                 raise Overloaded(f"{self.predictor.pending_exposures} exposures could not be written in 30 s")
+        finally:
+            self.writers.close()
 
     def _rank(self, requests: Sequence[RankRequest], waited: Sequence[float]) -> list[bytes | Exception]:
         """In a scoring thread: all that waited, as one batch."""
@@ -139,6 +151,8 @@ class Service:
     def _watch(self) -> None:
         watch, predictor = self.metrics.watch, self.predictor
         watch("semel_rank_inside", "Requests being scored or waiting for it", lambda: self.admission.inside)
+        watch("semel_rank_expected_seconds", "What a request would take that came now, waiting included",
+              lambda: self.admission.expected())
         watch("semel_exposures_pending", "Exposures that are not on disk yet", lambda: predictor.pending_exposures)
         watch("semel_exposures_lost", "Exposures that could not be written", lambda: predictor.lost_exposures)
         states = predictor.states
@@ -153,7 +167,7 @@ class Service:
         for kind, writer in self._writers():
             watch(f"semel_{kind}_pending", f"Posts of {kind} that wait for the writer", partial(_pending, writer))
 
-    def _writers(self) -> list[tuple[str, RowWriter | OutcomeWriter]]:
+    def _writers(self) -> list[tuple[str, Any]]:
         return [*self.rows.items(), ("outcomes", self.outcome_writer)]
 
 
@@ -161,5 +175,5 @@ def _candidates(request: RankRequest) -> int:
     return len(request.candidates)
 
 
-def _pending(writer: RowWriter | OutcomeWriter) -> int:
+def _pending(writer: Any) -> int:
     return writer.pending

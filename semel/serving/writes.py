@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from semel.serving.schemas import rows_table
 
 if TYPE_CHECKING:
     from semel.examples.logs import OutcomeLog
-    from semel.history import HistoryStore
+    from semel.history import EventSchema, HistoryStore
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,16 @@ class Rows:
     digests: list[bytes | None]
 
 
+def rows_of(schema: EventSchema, records: list[dict[str, Any]], keyed: bool, now: int, where: str) -> Rows:
+    """Validated JSON rows as one request's rows; ``keyed``: with their event keys. Raises InvalidRequest for a time too
+    far ahead."""
+    table = rows_table(records, schema.key, schema.user_id, schema.columns, now, where)
+    if not keyed:
+        return Rows(table, [None] * len(table))
+    return Rows(table, [event_digest(row[schema.key], row["event_key"]) if "event_key" in row else None
+                        for row in records])
+
+
 class RowWriter:
     """Appends the rows of concurrent requests to one store together: one durable append for all that wait.
 
@@ -48,13 +60,14 @@ class RowWriter:
                  max_pending: int = 1024):
         self.store, self._now = store, now
         self.keys = EventKeys(folder, now()) if folder is not None else None
+        self._committing = threading.Lock()
         self._recover()
         self._group: GroupCommit[Rows] = GroupCommit(name, self._commit, max_pending=max_pending)
         self.submit = self._group.submit
 
     @property
     def failure(self) -> BaseException | None:
-        return self._group.failure
+        return self._group.recent_failure
 
     @property
     def pending(self) -> int:
@@ -62,12 +75,21 @@ class RowWriter:
 
     def rows(self, records: list[dict[str, Any]], where: str) -> Rows:
         """Validated JSON rows as a job for ``submit``. Raises InvalidRequest for a time too far ahead."""
-        schema = self.store.schema
-        table = rows_table(records, schema.key, schema.user_id, schema.columns, self._now(), where)
-        if self.keys is None:
-            return Rows(table, [None] * len(table))
-        return Rows(table, [event_digest(row[schema.key], row["event_key"]) if "event_key" in row else None
-                            for row in records])
+        return rows_of(self.store.schema, records, self.keys is not None, self._now(), where)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Nothing is appended meanwhile; what is on disk may change, and is read again at the end."""
+        with self._committing:
+            if self.keys is not None:
+                self._recover()
+                self.keys.close()
+            try:
+                yield
+            finally:
+                if self.keys is not None:
+                    self.keys = EventKeys(self.keys.folder, self._now())
+                    self._recover()
 
     def close(self) -> None:
         self._group.close()
@@ -81,6 +103,10 @@ class RowWriter:
             self.keys.settle()
 
     def _commit(self, jobs: Sequence[Rows]) -> list[Written | BaseException]:
+        with self._committing:
+            return self._commit_all(jobs)
+
+    def _commit_all(self, jobs: Sequence[Rows]) -> list[Written | BaseException]:
         self._recover()  # a group whose append failed half-way is finished before anything else
         taken: set[bytes] = set()
         tables, digests, accepted = [], [], []
@@ -104,7 +130,7 @@ class RowWriter:
             except ValueError as error:
                 if len(jobs) == 1:
                     return [InvalidRequest("events", str(error))]
-                return [self._commit([job])[0] for job in jobs]  # one request's rows must not fail another's
+                return [self._commit_all([job])[0] for job in jobs]  # one request's rows must not fail another's
         return [Written(version, count, len(job.table) - count) for job, count in zip(jobs, accepted, strict=True)]
 
     def _append(self, table: pa.Table, digests: list[bytes | None] | None) -> int:
@@ -124,14 +150,15 @@ class RowWriter:
 class OutcomeWriter:
     """Appends outcomes to the log. ``Written.version`` is 0: outcomes have none; counts are of labels, not outcomes."""
 
-    def __init__(self, log: OutcomeLog, schema: pa.Schema, now: Callable[[], int], max_pending: int = 1024):
+    def __init__(self, log: OutcomeLog, schema: pa.Schema | None, now: Callable[[], int], max_pending: int = 1024):
         self._log, self._schema, self._now = log, schema, now
+        self._committing = threading.Lock()
         self._group: GroupCommit[pa.Table] = GroupCommit("outcome", self._commit, max_pending=max_pending)
         self.submit = self._group.submit
 
     @property
     def failure(self) -> BaseException | None:
-        return self._group.failure
+        return self._group.recent_failure
 
     @property
     def pending(self) -> int:
@@ -139,29 +166,41 @@ class OutcomeWriter:
 
     def rows(self, outcomes: list[dict[str, Any]]) -> pa.Table:
         """Validated outcomes as a job for ``submit``: a row is one task's label."""
-        now = self._now()
-        flat = [(outcome, task, value) for outcome in outcomes for task, value in outcome["label"].items()]
-        return pa.table({
-            "request_id": [outcome["request_id"] for outcome, _, _ in flat],
-            "item_id": pa.array([outcome["item_id"] for outcome, _, _ in flat], self._schema.field("item_id").type),
-            "task": [task for _, task, _ in flat],
-            "value": pa.array([value for _, _, value in flat], pa.float32()),
-            "received_at": pa.array([now] * len(flat), pa.int64()),
-            "outcome_key": pa.array([f"{outcome['outcome_key']}/{task}" if "outcome_key" in outcome else None
-                                     for outcome, task, _ in flat], pa.string()),
-        })
+        assert self._schema is not None
+        return outcome_rows(self._schema, outcomes, self._now())
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Nothing is logged meanwhile; what is on disk may change, and is read again when it is needed."""
+        with self._committing:
+            self._log.forget()
+            yield
 
     def close(self) -> None:
         self._group.close()
         self._log.close()
 
     def _commit(self, jobs: Sequence[pa.Table]) -> list[Written | BaseException]:
-        results: list[Written | BaseException] = []
-        for table in jobs:
-            try:
-                new = self._log.append(table)
-            except ValueError as error:
-                results.append(InvalidRequest("outcomes", str(error)))
-            else:
-                results.append(Written(0, new, len(table) - new))
-        return results
+        with self._committing:
+            return [self._append(table) for table in jobs]
+
+    def _append(self, table: pa.Table) -> Written | BaseException:
+        try:
+            new = self._log.append(table)
+        except ValueError as error:
+            return InvalidRequest("outcomes", str(error))
+        return Written(0, new, len(table) - new)
+
+
+def outcome_rows(schema: pa.Schema, outcomes: list[dict[str, Any]], now: int) -> pa.Table:
+    """Validated outcomes as rows of the log, a row a task's label."""
+    flat = [(outcome, task, value) for outcome in outcomes for task, value in outcome["label"].items()]
+    return pa.table({
+        "request_id": [outcome["request_id"] for outcome, _, _ in flat],
+        "item_id": pa.array([outcome["item_id"] for outcome, _, _ in flat], schema.field("item_id").type),
+        "task": [task for _, task, _ in flat],
+        "value": pa.array([value for _, _, value in flat], pa.float32()),
+        "received_at": pa.array([now] * len(flat), pa.int64()),
+        "outcome_key": pa.array([f"{outcome['outcome_key']}/{task}" if "outcome_key" in outcome else None
+                                 for outcome, task, _ in flat], pa.string()),
+    })

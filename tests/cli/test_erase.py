@@ -48,3 +48,13 @@ def test_retention(semel, store):
     assert json.loads(semel("compact", store, "--retention", "365d", "--json").stdout)["events"]["events"]["total"] == 0
     result = semel("compact", store, "--retention", "1y")
     assert result.exit_code == 2 and "retention must be a length of time" in result.stderr
+
+
+def test_what_a_search_still_finds_is_named(semel, store, tmp_path):
+    elsewhere = tmp_path / "predictions.csv"
+    elsewhere.write_text("user_id,score\n123456789,0.5\n")
+    result = semel("erase", store, "123456789", "--also", elsewhere, "--json")
+    assert result.exit_code == 2 and "predictions.csv" in result.stderr and result.stderr.count("\n") == 1
+    assert json.loads(result.stdout)["traces"] == [str(elsewhere)]
+    elsewhere.unlink()
+    assert json.loads(semel("erase", store, "1", "--json").stdout)["traces"] == []

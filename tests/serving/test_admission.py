@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -89,5 +90,42 @@ def test_more_than_the_queue_is_refused_and_a_client_that_left_keeps_its_place()
 
 def test_bad_arguments():
     for workers, queue in ((0, 1), (1, -1)):
-        with pytest.raises(ValueError, match="at least one worker"):
+        with pytest.raises(ValueError, match="at least one scorer"):
             Admission(Work(), workers, queue)
+
+
+def test_what_would_be_late_is_refused_at_once_and_what_nobody_is_ahead_of_is_not():
+    def slow(jobs, waited):
+        time.sleep(0.05)
+        return jobs
+
+    admission = Admission(slow, 1, 100, target=0.12)
+
+    async def main():
+        for number in range(3):  # learn how long it takes; alone each is admitted
+            assert await admission.run(number) == number
+        answers = await asyncio.gather(*(admission.run(number) for number in range(10)), return_exceptions=True)
+        assert not admission.inside
+        assert await admission.run(1) == 1  # the overload is over
+        return answers
+
+    answers = asyncio.run(main())
+    refused = [answer for answer in answers if isinstance(answer, Overloaded)]
+    assert 2 <= len(answers) - len(refused) <= 3  # 0.05 ahead + 0.05 own fit into 0.12; another 0.05 does not
+    assert all("the target" in str(error) and error.retry_after == 1 for error in refused)
+    admission.close()
+
+
+def test_settling_waits_for_what_is_under_way_only():
+    work = Work()
+    admission = Admission(work, 1, 10)
+
+    async def main():
+        tasks = await begun(work, admission, [1])
+        assert not await asyncio.to_thread(admission.settle, 0.05)
+        work.go.set()
+        assert await asyncio.to_thread(admission.settle, 30)
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(main()) == [2]
+    admission.close()

@@ -237,6 +237,7 @@ def test_overload_is_503_at_once_and_nothing_else(tmp_path):
         assert [answer.status_code for answer in answers] == [503] * 5  # while the others still wait
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
         refused(answers[0], 503)
+        assert 'semel_refused_total{reason="overload"} 5.0' in http.get("/metrics").text
         assert "queue is full" in refused(http.get("/readyz"), 503)
         gate.set()
         for thread in threads:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import selectors
-import socket
-import stat
-import threading
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from semel.history.errors import StoreError, StoreLocked
-from semel.history.server.messages import PROTOCOL, describe_error, receive, send
+from semel.history.errors import StoreError
+from semel.history.server.listening import MAX_BYTES, MessageServer
 from semel.history.store import HistoryStore
-
-MAX_BYTES = 64 << 20
-MESSAGE_SECONDS = 30.0  # a client that has begun a message and stops is given up after this
 
 
 class WriterServer:
@@ -36,51 +27,19 @@ class WriterServer:
     def __init__(self, store: HistoryStore, socket_path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> None:
         if store.mode != "a":
             raise StoreError(f'{store.path} is open with mode="r"; a writer server needs mode="a"')
-        if max_bytes < 1:
-            raise ValueError(f"max_bytes must be at least 1, got {max_bytes!r}")
-        self.store, self.socket_path, self.max_bytes = store, Path(socket_path), max_bytes
-        self._lock = threading.Lock()
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._listener: socket.socket | None = None
-        self._accepting: threading.Thread | None = None
-        self._wake: tuple[socket.socket, socket.socket] | None = None
+        self.store = store
+        self._server = MessageServer(socket_path, self._append, {"store": str(store.path)}, max_bytes)
+        self.socket_path, self.max_bytes = self._server.socket_path, max_bytes
 
     def start(self) -> WriterServer:
         """Take appends from now on. Raises StoreLocked where another server answers at the socket, FileExistsError
         where something else has its name, ValueError for a path that is too long for a socket."""
-        if self._listener is not None:
-            raise StoreError(f"the writer server at {self.socket_path} has been started already")
-        self._listener = _listen(self.socket_path)
-        self._inode = os.stat(self.socket_path).st_ino
-        self._wake = socket.socketpair()
-        self._accepting = threading.Thread(target=self._accept, name="writer-server", daemon=True)
-        self._accepting.start()
+        self._server.start()
         return self
 
     def close(self) -> None:
         """Stop: appends that have arrived are committed and answered, then connections are closed."""
-        listener, self._listener = self._listener, None
-        if listener is None:
-            return
-        assert self._wake is not None and self._accepting is not None
-        self._wake[1].send(b"x")
-        self._accepting.join()
-        try:
-            if os.stat(self.socket_path).st_ino == self._inode:
-                self.socket_path.unlink()
-        except FileNotFoundError:
-            pass
-        for end in (listener, *self._wake):
-            end.close()
-        with self._lock:
-            connections = dict(self._connections)
-        for connection in connections:
-            try:
-                connection.shutdown(socket.SHUT_RD)  # a thread that waits for its client wakes, an answer is still sent
-            except OSError:  # closed by its client
-                pass
-        for thread in connections.values():
-            thread.join()
+        self._server.close()
 
     def __enter__(self) -> WriterServer:
         return self.start()
@@ -88,101 +47,14 @@ class WriterServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept(self) -> None:
-        listener, wake = self._listener, self._wake
-        assert listener is not None and wake is not None
-        with selectors.DefaultSelector() as both, selectors.DefaultSelector() as only_wake:
-            for selector in (both, only_wake):
-                selector.register(wake[0], selectors.EVENT_READ)
-            both.register(listener, selectors.EVENT_READ)
-            self._accept_until_woken(listener, both, only_wake)
-
-    def _accept_until_woken(self, listener: socket.socket, both: selectors.BaseSelector,
-                            only_wake: selectors.BaseSelector) -> None:
-        while True:
-            if any(key.fileobj is not listener for key, _ in both.select()):
-                return
-            try:
-                connection, _ = listener.accept()
-            except OSError as error:  # the client is gone again, or there are too many open files
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    only_wake.select(0.1)
-                continue
-            thread = threading.Thread(target=self._serve, args=(connection,), name="writer-connection", daemon=True)
-            with self._lock:
-                self._connections[connection] = thread
-            thread.start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        """All messages of one client."""
-        try:
-            send(connection, {"protocol": PROTOCOL, "max_bytes": self.max_bytes, "store": str(self.store.path)})
-            while True:
-                connection.settimeout(None)
-                try:
-                    message = receive(connection, self.max_bytes, MESSAGE_SECONDS)
-                except ValueError as error:  # where the next message starts is unknown now
-                    send(connection, describe_error(error))
-                    return
-                if message is None:
-                    return
-                send(connection, self._answer(*message))
-        except (OSError, EOFError):  # the client is gone; what it had sent whole is committed, nothing else
-            pass
-        finally:
-            with self._lock:
-                self._connections.pop(connection, None)
-            connection.close()
-
-    def _answer(self, request: dict[str, Any], body: bytearray) -> dict[str, Any]:
-        try:
-            try:
-                with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
-                    table = reader.read_all()
-            except (pa.ArrowException, OSError, ValueError) as error:
-                raise ValueError(f"the body of an append must be an Arrow stream: {error}") from None
-            return {"version": self.store.append(table, request.get("token"))}
-        except Exception as error:
-            return describe_error(error)
+    def _append(self, request: dict[str, Any], body: bytearray) -> dict[str, Any]:
+        return {"version": self.store.append(table_of(body), request.get("token"))}
 
 
-def _listen(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def table_of(body: bytearray) -> pa.Table:
+    """The rows that a message brings. Raises ValueError for what is no Arrow stream."""
     try:
-        try:
-            _bind(listener, path)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            _remove_stale(path)
-            _bind(listener, path)
-        path.chmod(0o600)
-        listener.listen(128)
-        return listener
-    except BaseException:
-        listener.close()
-        raise
-
-
-def _bind(listener: socket.socket, path: Path) -> None:
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        if error.errno is None:  # Python's own check of the length
-            raise ValueError(f"{path} is too long for a socket's name (about 100 bytes); choose another") from None
-        if error.errno == errno.EADDRINUSE:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that was killed."""
-    if not stat.S_ISSOCK(os.stat(path).st_mode):
-        raise FileExistsError(errno.EEXIST, "there is a file that is no socket", str(path))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
-    raise StoreLocked(f"another writer server answers at {path}; append through it, or choose another path")
+        with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+            return reader.read_all()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"the body of an append must be an Arrow stream: {error}") from None

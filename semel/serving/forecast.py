@@ -1,0 +1,34 @@
+"""How long work takes, from how long work like it took."""
+
+from __future__ import annotations
+
+DECAY = 0.98
+"""What an observation still counts for after the next one: about the last fifty batches."""
+
+
+class Forecast:
+    """Seconds of a batch as ``fixed * requests + each * size``: the least-squares fit over what was observed, the older
+    the less (exponentially weighted normal equations), with neither coefficient below 0. Before the first observation
+    everything takes ``first`` seconds a request. Used by one thread at a time."""
+
+    def __init__(self, first: float = 0.01):
+        self._rr = self._rs = self._ss = self._rt = self._st = 0.0
+        self.fixed, self.each = first, 0.0
+
+    def observe(self, requests: int, size: int, seconds: float) -> None:
+        """A batch of ``requests`` (at least 1) with ``size`` candidates in all took ``seconds``."""
+        for name, value in (("_rr", requests * requests), ("_rs", requests * size), ("_ss", size * size),
+                            ("_rt", requests * seconds), ("_st", size * seconds)):
+            setattr(self, name, DECAY * getattr(self, name) + value)
+        determinant = self._rr * self._ss - self._rs**2
+        if determinant > 1e-6 * self._rr * self._ss:
+            self.fixed = (self._rt * self._ss - self._st * self._rs) / determinant
+            self.each = (self._st * self._rr - self._rt * self._rs) / determinant
+        if determinant <= 1e-6 * self._rr * self._ss or self.each < 0:  # all alike, or more takes less
+            self.fixed, self.each = self._rt / self._rr, 0.0
+        elif self.fixed < 0:
+            self.fixed, self.each = 0.0, self._st / self._ss
+
+    def seconds(self, requests: int, size: int) -> float:
+        """What a batch is expected to take."""
+        return self.fixed * requests + self.each * size

@@ -1,0 +1,52 @@
+"""The settings of a server, as its command, its processes and its children pass them on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from semel.serving.gate import check_binding
+from semel.serving.tracing import check_collector
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """``run``, ``store``: folders. ``scorers``: requests that are scored at the same time in one process, each with
+    ``threads`` torch threads. ``queue``: requests that may wait for them; ``latency_target``: seconds in which an
+    answer must be likely, else the request is refused at once. ``share``, ``state_bytes``, ``max_candidates``,
+    ``memory``: as of ``Predictor.load``. ``body_limit``: bytes. ``log_level``: "warning", or "info" for a line a
+    request. ``otlp``: where spans go (the URL of an OpenTelemetry collector), None for nowhere. JSON can carry all of
+    it."""
+
+    run: str
+    store: str
+    token: str | None = None
+    max_candidates: int = 2000
+    queue: int = 64
+    latency_target: float = 1.0
+    scorers: int = 1
+    threads: int = 1
+    share: bool = True
+    state_bytes: int = 256 << 20
+    memory: str | None = None
+    body_limit: int = 1 << 20
+    log_level: str = "warning"
+    otlp: str | None = None
+
+    def check(self, host: str, port: int, workers: int) -> None:
+        """Raises ValueError for what no server can be started with."""
+        check_binding(host, self.token)
+        if not 0 <= port <= 65535:
+            raise ValueError(f"--port must be between 0 and 65535, got {port}")
+        for name, value in (("workers", workers), ("scorers", self.scorers), ("threads", self.threads)):
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if self.latency_target <= 0:
+            raise ValueError(f"--latency-target must be above 0, got {1e3 * self.latency_target:g} ms")
+        if self.otlp is not None:
+            check_collector(self.otlp)
+        if self.log_level not in ("warning", "info"):
+            raise ValueError(f"--log-level must be warning or info, got {self.log_level!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,35 @@
+"""The forecast of a batch's time: exact where times are linear, sensible where they are not."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from semel.serving.forecast import Forecast
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(fixed=st.floats(0.001, 0.1), each=st.floats(1e-6, 1e-3),
+       batches=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 500)), min_size=2, max_size=40))
+def test_what_is_linear_is_foreseen(fixed, each, batches):
+    forecast = Forecast()
+    for requests, size in batches:
+        forecast.observe(requests, requests * size, fixed * requests + each * requests * size)
+    for requests, size in batches:
+        assert forecast.seconds(requests, requests * size) == pytest.approx(
+            fixed * requests + each * requests * size, rel=0.02 if len(set(s for _, s in batches)) > 1 else 2)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 4000), st.floats(0, 1)), min_size=1, max_size=60))
+def test_no_forecast_is_negative(batches):
+    forecast = Forecast()
+    for requests, size, seconds in batches:
+        forecast.observe(requests, size, seconds)
+        assert forecast.fixed >= 0 and forecast.each >= 0
+
+
+def test_it_follows_a_change():
+    forecast = Forecast()
+    for seconds in [0.01] * 100 + [0.05] * 100:
+        forecast.observe(1, 500, seconds)
+    assert forecast.seconds(1, 500) == pytest.approx(0.05, rel=0.2)
