@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from semel.planning.curves import Curve
@@ -47,7 +48,7 @@ class Technology:
 
     name: str
     routing: str = "spraying"
-    """``ecmp`` (flows hashed to paths), ``spraying`` or ``adaptive`` (packets over all paths), ``circuit`` (optical)."""
+    """``ecmp`` (flows hashed to paths), ``spraying`` or ``adaptive`` (packets over all paths), ``circuit``."""
     efficiency: float = 1.0
     """Share of the bandwidth left after headers and reordering, without collisions."""
     paths: int = 1
@@ -142,6 +143,27 @@ class Cluster:
     def devices(self) -> int:
         return sum(unit.devices for unit in self.units)
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices in a unit of each level; of the outermost level's members the smallest counts."""
+        sizes, product = [], 1
+        for level in self.levels[:-1]:
+            product *= level.count
+            sizes.append(product)
+        if sizes:
+            sizes[-1] = min(sizes[-1], *(unit.devices for unit in self.units))
+        return (*sizes, self.devices)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Position of each unit's first device, counted in order, and behind the last one."""
+        return (0, *accumulate(unit.devices for unit in self.units))
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether all units have the same device."""
+        return all(unit.device is self.units[0].device for unit in self.units)
+
     @property
     def device(self) -> Device:
         """The device of the first unit; all of them in a uniform cluster."""
@@ -159,8 +181,8 @@ class Cluster:
         raise KeyError(f"cluster {self.name!r} has no level {name!r}; it has: {', '.join(x.name for x in self.levels)}")
 
     def change(self, path: str, value: Any) -> Cluster:
-        """The cluster with one coefficient replaced: ``levels.<name>.<field>``, ``levels.<name>.technologies.<name>.<field>``
-        or ``devices.<name>.<field>``. KeyError for a path that is not there."""
+        """The cluster with one coefficient replaced: ``levels.<name>.<field>``, ``devices.<name>.<field>`` or
+        ``levels.<name>.technologies.<name>.<field>``. KeyError for a path that is not there."""
         parts = path.split(".")
         if parts[0] == "levels" and len(parts) >= 3:
             level = self.level(parts[1])
@@ -204,7 +226,7 @@ class Cluster:
         return found
 
     def scaled(self, path: str, factor: float) -> Cluster:
-        """One coefficient times ``factor``: for sensitivity. Shares and curves stay at most 1, oversubscription at least 1."""
+        """One coefficient times ``factor``: for sensitivity. Shares stay at most 1, oversubscription at least 1."""
         old, name = self.value(path), path.rsplit(".", 1)[1]
         new: Any
         if isinstance(old, Curve):

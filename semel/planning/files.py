@@ -19,7 +19,7 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a coefficient comes from: ``source`` (published, measured, a standard) or ``assumed`` (a guess, and why)."""
+    """Where a coefficient comes from: a ``source`` (published, measured), or it is ``assumed`` (a guess, and why)."""
 
     text: str
     assumed: bool
@@ -29,10 +29,7 @@ def ready(kind: str) -> list[tuple[str, str]]:
     """(name, description) of every ready file of ``kind``, one of ``KINDS``, by name."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; there are: {', '.join(KINDS)}")
-    found = []
-    for path in sorted((LIBRARY / kind).glob("*.toml")):
-        found.append((path.stem, str(read_toml(path).get("description", ""))))
-    return found
+    return [(path.stem, str(read_toml(path).get("description", ""))) for path in _library(kind)]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -149,7 +146,7 @@ class Section:
 
     def counts(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
         value = self.take(key, default)
-        if not isinstance(value, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in value):
+        if not isinstance(value, (list, tuple)) or not all(type(n) is int and n > 0 for n in value):
             self.fail(key, f"expected a list of whole numbers above 0, got {value!r}")
         return tuple(value)
 
