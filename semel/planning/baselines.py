@@ -164,7 +164,7 @@ def run(name: str, cluster: Cluster, job: Job, options: Options | None = None) -
     pins = chosen.pins(space, usual)
     believed = replace(space.options, pinned={**options.pinned, **pins})
     try:
-        from semel.planning.search import explore
+        from semel.planning.explorer import explore
 
         if name != "Sailor-like":
             best = explore(cluster, job, believed, start=(usual,), usual=False).plans[0]
@@ -184,7 +184,7 @@ def _widened(options: Options) -> Options:
 
 def usual_layout(space: Space) -> Layout | None:
     """``production``, by estimates of its own."""
-    from semel.planning.search import Candidate, key_of
+    from semel.planning.explorer import Candidate, key_of
 
     def value(layout: Layout) -> Candidate | None:
         try:

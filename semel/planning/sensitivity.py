@@ -11,7 +11,7 @@ from semel.planning.cluster import Cluster
 from semel.planning.layout import Layout
 from semel.planning.options import Options
 from semel.planning.plan import Plan, crossing
-from semel.planning.search import explore, key_of
+from semel.planning.explorer import explore, key_of
 from semel.planning.space import Shape, Space
 from semel.planning.workload import Infeasible
 

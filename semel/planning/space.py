@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import permutations, product
 from typing import Any
 
+from semel.planning.axes import cached_span
 from semel.planning.cluster import Cluster
 from semel.planning.job import Job
 from semel.planning.layout import Layout
-from semel.planning.network import span
 from semel.planning.options import Options
 from semel.planning.schedules import CHUNKS, schedule
 
@@ -65,11 +65,15 @@ class Space:
         allowed = divisors(among) if axis in self.options.axes else (1,)
         return allowed if pinned is None else tuple(size for size in divisors(among) if size == pinned)
 
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        pinned = self.options.pinned.get("microbatch")
+        return self.options.microbatches if pinned is None else (pinned,)
+
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """All shapes whose counts divide."""
-        microbatches = (self.options.pinned["microbatch"],) if "microbatch" in self.options.pinned else (
-            self.options.microbatches)
+        microbatches = self.microbatch_sizes
         recompute = (self.options.pinned["recompute"],) if "recompute" in self.options.pinned else self.options.recompute
         if self.job.kind == "recommender" and "recompute" not in self.options.pinned:
             recompute = recompute[:1]
@@ -115,6 +119,16 @@ class Space:
 
     def orders(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
         """Ways to lay the axes over the levels, innermost first: one of those that put every axis on the same levels."""
+        key = tuple(sorted(sizes.items()))
+        if key not in self._orders:
+            self._orders[key] = self._distinct(sizes)
+        return self._orders[key]
+
+    @cached_property
+    def _orders(self) -> dict[Any, tuple[tuple[str, ...], ...]]:
+        return {}
+
+    def _distinct(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
         used = [axis for axis in PLACED if sizes.get(axis, 1) > 1]
         pinned = self.options.pinned.get("order")
         if pinned is not None:
@@ -129,7 +143,7 @@ class Space:
         """Axis -> ranks joined at each level, and how far pipeline stages lie apart: what communication depends on."""
         places, stride = [], 1
         for axis in order:
-            places.append((axis, span(self.cluster, [(stride, sizes[axis])]).factors, stride if axis == "pp" else 0))
+            places.append((axis, cached_span(self.cluster, ((stride, sizes[axis]),)).factors, stride if axis == "pp" else 0))
             stride *= sizes[axis]
         return tuple(sorted(places))
 
@@ -165,6 +179,15 @@ class Space:
 
     def technologies(self, level: str) -> tuple[str, ...]:
         """Names of the technologies that may be used at a level, its first one first. ValueError for a pin that is none."""
+        if level not in self._technologies:
+            self._technologies[level] = self._offered(level)
+        return self._technologies[level]
+
+    @cached_property
+    def _technologies(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    def _offered(self, level: str) -> tuple[str, ...]:
         offered = [technology.name for technology in self.cluster.level(level).technologies]
         pinned = self.options.pinned.get("network", {}).get(level)
         if pinned is not None:

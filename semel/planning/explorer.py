@@ -9,8 +9,9 @@ until no bound is left below the best one. A search that the limits did not cut 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from semel.planning.bounds import Floors, ideal
@@ -29,7 +30,9 @@ Progress = Callable[[str, int, int | None], None]
 DESCENTS = 10
 """Layouts that are improved choice by choice."""
 DESCENT_SHARE = 0.4
-"""Of the nodes, at most, spent on descents and on where to begin them."""
+"""Of the nodes, at most, spent on descents and on where to begin them, if the space is small enough to be swept."""
+SWEPT = 20
+"""Nodes that a shape takes, about, when it is swept."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,14 @@ class _State:
             level.technology(layout.network.get(level.name)).price for level in cluster.levels)
         return layout.devices * hourly / HOUR
 
+    def floor(self, shape: Shape) -> float:
+        """What no layout of a shape can be below, in the unit of the objective."""
+        return self.floors.seconds(shape) * self.least_rate(_devices(shape))
+
     def least_rate(self, devices: int) -> float:
-        """The same of the cheapest network."""
+        """The rate of the cheapest network."""
+        if self.options.objective == "time":
+            return 1.0
         cheapest = {level.name: min(self.space.technologies(level.name), key=lambda name, level=level: (  # type: ignore[misc]
             level.technology(name).price)) for level in self.space.cluster.levels}
         return self.rate(Layout({"dp": devices}, network=cheapest))
@@ -199,24 +208,32 @@ class _State:
                 and (not layout.compress or dict(layout.compress) in space.compressions())
                 and ("order" not in options.pinned or layout.order in space.orders(shape.sizes)))
 
-    @property
-    def _shapes(self) -> Sequence[Shape]:
-        return self.space.shapes
+    @cached_property
+    def _shapes(self) -> list[Shape]:
+        """Those whose weights and least activations fit."""
+        room = self.options.memory * max(unit.device.memory for unit in self.space.cluster.units)
+        fitting = [shape for shape in self.space.shapes if self.floors.memory(shape) <= room]
+        if not fitting:  # one will have to say what is missing
+            fitting = [min(self.space.shapes, key=self.floors.memory)]
+        return fitting
 
     # Descent
 
     def descend(self, begin: list[Layout]) -> None:
         """From ``begin``, and from the shapes that look best, to layouts that no single other choice improves."""
-        budget = int(self.options.nodes * DESCENT_SHARE)
+        large = SWEPT * len(self._shapes) > self.options.nodes
+        budget = self.options.nodes if large else int(self.options.nodes * DESCENT_SHARE)
         starts = [found for layout in begin if (found := self.value(layout)) is not None]
+        kinds: dict[Any, Candidate] = {}  # the best start of each split of the model: descents should differ
         for shape in self._promising():
             if self.nodes >= budget // 2:
                 break
-            found = min((each for each in map(self.value, self._typical(shape)) if each is not None), default=None)
-            if found is not None:
-                starts.append(found)
+            kind = tuple(shape.sizes.get(axis, 1) for axis in ("tp", "cp", "ep", "pp", "table"))
+            for found in map(self.value, self._typical(shape)):
+                if found is not None and (kind not in kinds or found < kinds[kind]):
+                    kinds[kind] = found
         given = {key_of(layout) for layout in begin}
-        starts.sort(key=lambda each: (each.key not in given, each))
+        starts += sorted(kinds.values())
         reached: set[tuple[Any, ...]] = set()
         ends = []
         for found in starts[: DESCENTS + len(given)]:
@@ -234,8 +251,8 @@ class _State:
             self.simulated(found)
 
     def _promising(self) -> list[Shape]:
-        """Shapes whose sequence is least dear: by floor, evenly over kinds of split first."""
-        return sorted(self._shapes, key=lambda shape: self.floors(shape) * self.least_rate(_devices(shape)))
+        """Shapes by what their best layout is guessed to take; of equal ones the first of the space."""
+        return sorted(self._shapes, key=lambda shape: self.floors.promise(shape) * self.least_rate(_devices(shape)))
 
     def _typical(self, shape: Shape) -> Iterator[Layout]:
         """A few layouts of a shape: busy axes inside, pipeline or data outermost, the usual schedules."""
@@ -299,13 +316,12 @@ class _State:
                 yield replace(layout, sizes=shape.sizes, order=order, microbatch=shape.microbatch,
                               recompute=shape.recompute, schedule=name, chunks=chunks)  # type: ignore[arg-type]
 
-    @property
+    @cached_property
     def _by_sizes(self) -> dict[tuple[tuple[str, int], ...], list[Shape]]:
-        if not hasattr(self, "_grouped"):
-            self._grouped: dict[tuple[tuple[str, int], ...], list[Shape]] = {}
-            for shape in self._shapes:
-                self._grouped.setdefault(tuple(sorted(shape.sizes.items())), []).append(shape)
-        return self._grouped
+        grouped: dict[tuple[tuple[str, int], ...], list[Shape]] = {}
+        for shape in self._shapes:
+            grouped.setdefault(tuple(sorted(shape.sizes.items())), []).append(shape)
+        return grouped
 
     # Sweep
 
@@ -319,11 +335,16 @@ class _State:
 
     def sweep(self) -> None:
         """All layouts whose bounds are below the best plan, as far as the nodes go."""
-        floors = sorted(((self.floors(shape) * self.least_rate(_devices(shape)), number)
-                         for number, shape in enumerate(self._shapes)))
+        best = self.best
+        floors = sorted(pair for pair in ((self.floor(shape), number) for number, shape in enumerate(self._shapes))
+                        if pair[0] < best)
+        self.pruned = len(self._shapes) - len(floors)
+        if len(floors) > self.options.nodes - self.nodes:  # a part of a sweep would prove nothing
+            self.left = min(self.left, floors[0][0])
+            return
         for at, (floor, number) in enumerate(floors):
             if floor >= self.best:
-                self.pruned = len(floors) - at
+                self.pruned += len(floors) - at
                 break
             if self.nodes >= self.options.nodes:
                 self.left = min(self.left, floor)
@@ -407,7 +428,7 @@ class _State:
         bound = min(self.left, best)
         plans = ranked(timely, self.options.objective, bound)
         return Outcome(plans[: self.options.keep], bound, self.left >= best, self.nodes, len(self._plans),
-                       len(self._shapes), self.pruned)
+                       len(self.space.shapes), len(self.space.shapes) - len(self._shapes) + self.pruned)
 
 
 def sent(work: Workload, layout: Layout) -> dict[str, float]:
