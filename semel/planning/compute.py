@@ -28,7 +28,7 @@ def product(device: Device, dtype: str, m: float, n: float, k: float, size: floa
     """
     flops = 2.0 * m * n * k
     moved = size * (m * k + k * n + m * n)
-    busy = flops / (peak(device, dtype) * device.matmul(harmonic(m, n, k)))
+    busy = flops / (peak(device, dtype) * device.matmul(harmonic(m, n, k)) * device.reached)
     return times * (max(busy, moved / (device.memory_bandwidth * device.vector)) + device.kernel)
 
 
@@ -92,7 +92,8 @@ def attention_core(device: Device, job: Transformer, layout: Layout) -> tuple[fl
     flops = 2.0 * scores * (wide + job.head_width)
     if job.fused_attention:
         flops *= 0.5 if job.causal else 1.0
-        speed = peak(device, "bf16" if BYTES[job.dtype] < 2 else job.dtype) * device.attention(job.sequence)
+        dtype = "bf16" if BYTES[job.dtype] < 2 else job.dtype  # 8-bit training computes attention in 16
+        speed = peak(device, dtype) * device.attention(job.sequence) * device.reached
         return flops / speed + device.kernel, 2.5 * flops / speed + device.kernel, 4.0 * rows * heads
     per_head = layout.microbatch * heads
     length = job.sequence / cp
@@ -226,7 +227,7 @@ def hstu_layer(device: Device, job: Recommender, events: float, squares: float) 
     weight = sum(product(device, job.dtype, k, n, m, size) for m, n, k in shapes)
     flops = 0.5 * 4.0 * squares * inner
     length = squares / max(1.0, events)
-    speed = peak(device, job.dtype) * device.attention(max(1.0, length))
+    speed = peak(device, job.dtype) * device.attention(max(1.0, length)) * device.reached
     moved = size * events * (2 * job.width + 8 * inner + 3 * inner + 3 * job.width)
     return Part(forward + flops / speed + elementwise(device, moved, 5),
                 back + 2.5 * flops / speed + elementwise(device, 2 * moved, 7), weight,

@@ -65,9 +65,18 @@ def _library(kind: str) -> list[Path]:
 def open_section(kind: str, source: str | Path | Mapping) -> Section:
     """The top of a planning file: of a path, a ready name, or a mapping parsed elsewhere."""
     if isinstance(source, Mapping):
-        return Section(dict(source), kind.rstrip("s"), "")
+        return Section(_like(kind, dict(source)), kind.rstrip("s"), "")
     path = find(kind, source)
-    return Section(read_toml(path), str(path) if path.parent != LIBRARY / kind else path.stem, path.stem)
+    place = str(path) if path.parent != LIBRARY / kind else path.stem
+    return Section(_like(kind, read_toml(path)), place, path.stem)
+
+
+def _like(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    """``like = "name"`` takes all fields of another file but those given here."""
+    if kind not in ("jobs", "clusters") or not isinstance(data.get("like"), str):
+        return data
+    base = _like(kind, read_toml(find(kind, data["like"])))
+    return {**base, **{key: value for key, value in data.items() if key != "like"}}
 
 
 class Section:

@@ -80,6 +80,7 @@ def _device(section: Section) -> Device:
         memory_bandwidth=section.quantity("memory_bandwidth", "bandwidth"), matmul=_curve(section, "matmul"),
         attention=_curve(section, "attention"), vector=section.number("vector", least=0.01, most=1.0),
         kernel=section.quantity("kernel", "time"), reserved=section.quantity("reserved", "size"),
+        reached=section.number("reached", 1.0, least=0.05, most=2.0),
         power=section.quantity("power", "power", 0.0), price=section.quantity("price", "price", 0.0))
     section.text("description", "")
     section.done()
