@@ -17,7 +17,8 @@ plan = typer.Typer(no_args_is_help=True, help="Plan once: placement, schedule an
 
 Cluster = Annotated[str, typer.Option(help="A TOML file, or a ready cluster (semel plan list).")]
 Job = Annotated[str, typer.Option(help="A TOML file, or a ready job.")]
-Search = Annotated[str | None, typer.Option(help="A TOML file, or a ready search.", show_default="everything, for time")]
+Search = Annotated[str | None, typer.Option(help="A TOML file, or a ready search.", show_default="everything, for "
+                                                                                                 "time")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -46,7 +47,8 @@ def search(
     search: Search = None,
     compare: Annotated[bool, typer.Option(help="Run the baselines beside it.")] = True,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the winner's step as a Chrome trace (Perfetto opens it).")] = None,
+    trace: Annotated[Path | None,
+                     typer.Option(help="Write the winner's step as a Chrome trace (Perfetto opens it).")] = None,
     emit: Annotated[str | None, typer.Option(
         metavar="SYSTEM", help="Write the winner's launch files: torchtitan, megatron, torchrec or semel.")] = None,
     out: Annotated[Path, typer.Option(help="The folder for --emit.")] = Path("launch"),
@@ -118,7 +120,8 @@ def _row(name: str, each: Plan) -> list[str]:
                         for level, seconds in levels.items() if seconds > 0.005 * each.seconds)
     bubble = sum(seconds for cause, seconds in each.bubble.items() if cause != "exposed communication")
     return [name, duration(each.seconds), f"{each.mfu:.1%}", f"{each.cost:.4g}",
-            f"{each.peak_memory / 1e9:.0f} of {each.limit / 1e9:.0f} GB", f"{bubble / each.seconds:.1%}", exposed or "-",
+            f"{each.peak_memory / 1e9:.0f} of {each.limit / 1e9:.0f} GB", f"{bubble / each.seconds:.1%}", exposed
+            or "-",
             each.title + ("" if each.exact else " (changes the optimization)")]
 
 
@@ -140,7 +143,8 @@ def what_if(
         raise ValueError("nothing differs: give --to-cluster, --to-job, or both")
     options = load_search(search)
     with output.progress_bar() as bar:
-        found = compare(load_cluster(cluster), load_job(job), load_cluster(to_cluster or cluster), load_job(to_job or job),
+        found = compare(load_cluster(cluster), load_job(job), load_cluster(to_cluster or cluster), load_job(to_job
+                                                                                                            or job),
                         options, progress=output.Steps(bar))
     if as_json:
         output.print_json(found.to_json())
@@ -172,7 +176,8 @@ def validate(as_json: AsJson = False) -> None:
 
 @plan.command("calibrate")
 def calibrate(
-    measured: Annotated[Path, typer.Argument(help="A table of measured times (TOML or CSV), or a torch profiler trace (JSON).")],
+    measured: Annotated[Path, typer.Argument(help="A table of measured times (TOML or CSV), or a torch profiler trace "
+                                                  "(JSON).")],
     device: Annotated[str, typer.Option(help="The ready device or TOML file to start from.")],
     out: Annotated[Path | None, typer.Option(help="Write the calibrated device here.", show_default="print it")] = None,
     as_json: AsJson = False,

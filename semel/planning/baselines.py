@@ -13,7 +13,7 @@ from typing import Any
 from semel.planning.cluster import Cluster
 from semel.planning.estimate import estimate
 from semel.planning.job import Job
-from semel.planning.layout import Layout
+from semel.planning.layout import AXES, Layout
 from semel.planning.options import Options
 from semel.planning.plan import Plan, measured
 from semel.planning.space import Shape, Space
@@ -36,9 +36,9 @@ class Baseline:
 def production(space: Space, value: Value) -> Layout | None:
     """Tensor parallelism fills the host, stages lie over racks, data parallelism is outermost; interleaved 1F1B; ECMP.
 
-    Of a mixture of experts, experts lie over the innermost data ranks; of a recommender, tables lie over all ranks. What
-    the rule leaves open (stages, chunks, recompute) is the fastest that fits, by estimate; micro-batches are of one
-    sequence. None where nothing of the kind fits or the options forbid it.
+    Of a mixture of experts, experts lie over the innermost data ranks; of a recommender, tables lie over all ranks.
+    What the rule leaves open (stages, chunks, recompute) is the fastest that fits, by estimate; micro-batches are of
+    one sequence. None where nothing of the kind fits or the options forbid it.
     """
     found = [each for layout in _by_rule(space) if (each := value(layout)) is not None]
     return min(found).layout if found else None
@@ -76,7 +76,8 @@ def _by_rule(space: Space) -> list[Layout]:
 
 def _one_expert_size(space: Space, shapes: list[Shape]) -> list[Shape]:
     """Of each split, experts over as many ranks as divide them, within what one unit of the outermost level holds."""
-    inside = min(unit.devices for unit in space.cluster.units) if len(space.cluster.levels) > 1 else space.cluster.devices
+    inside = min(unit.devices
+                 for unit in space.cluster.units) if len(space.cluster.levels) > 1 else space.cluster.devices
     best: dict[Any, Shape] = {}
     for shape in shapes:
         split = tuple(sorted((axis, size) for axis, size in shape.sizes.items() if axis != "ep"))
@@ -105,6 +106,10 @@ def ecmp(space: Space) -> dict[str, str]:
         if len(names) > 1 or level.name in space.options.pinned.get("network", {}):
             network[level.name] = hashed[0] if hashed else names[0]
     return network
+
+
+def _sizes(layout: Layout) -> dict[str, Any]:
+    return {axis: layout.size(axis) for axis in AXES}
 
 
 def _placement(space: Space, usual: Layout) -> dict[str, Any]:
@@ -141,16 +146,19 @@ BASELINES = (
              _placement),
     Baseline("schedule only", "schedule, chunks, micro-batch and recompute; the rest as usual", _schedule),
     Baseline("network only", "the technology of each level; the rest as usual", _network),
-    Baseline("CrossPipe-like", "PP and DP, stages across the outermost level, a schedule that knows latency and bandwidth, "
+    Baseline("CrossPipe-like", "PP and DP, stages across the outermost level, a schedule that knows latency and "
+                               "bandwidth, "
              "micro-batches (arXiv 2507.00217); no experts, no network", _crosspipe),
-    Baseline("Sailor-like", "TP, PP, DP and micro-batches, stages across the outermost level, 1F1B without overlap in what "
+    Baseline("Sailor-like", "TP, PP, DP and micro-batches, stages across the outermost level, 1F1B without overlap in "
+                            "what "
              "it believes (SOSP 2025); no chunks, no network", _sailor),
 )
 SINGLE = ("placement only", "schedule only", "network only")
 
 
 def run(name: str, cluster: Cluster, job: Job, options: Options | None = None) -> Plan | None:
-    """The plan of one baseline (``BASELINES`` by name); None where none of its kind fits. ValueError for another name."""
+    """The plan of one baseline (``BASELINES`` by name); None where none of its kind fits. ValueError for another
+    name."""
     chosen = next((each for each in BASELINES if each.name == name), None)
     if chosen is None:
         raise ValueError(f"no baseline is called {name!r}; there are: {', '.join(each.name for each in BASELINES)}")

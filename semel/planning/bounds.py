@@ -23,7 +23,8 @@ ENDLESS = 1e30
 
 
 class Floors:
-    """What no layout of a shape can be below, and a guess of what its best one takes. All without a node of the search."""
+    """What no layout of a shape can be below, and a guess of what its best one takes. All without a node of the
+    search."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -46,7 +47,8 @@ class Floors:
         return replace(job, batch=lcm(*self._space.microbatch_sizes) * max(1, job.experts))
 
     def seconds(self, shape: Shape) -> float:
-        """Its micro-batches through all layers, shared out evenly over the pipeline, on the fastest device; nothing else."""
+        """Its micro-batches through all layers, shared out evenly over the pipeline, on the fastest device; nothing
+        else."""
         if self._space.job.kind == "recommender":
             return 0.0
         return self._space.microbatches(shape) * self._part(shape)[0] / shape.stages
@@ -79,17 +81,20 @@ class Floors:
         return held / (tp * stages) + under_way * layers * self._part(shape)[2]
 
     def _part(self, shape: Shape) -> tuple[float, float, float]:
-        """One micro-batch through the whole model: (seconds of compute, of transfers in line, bytes of activations a layer)."""
+        """One micro-batch through the whole model: (seconds of compute, of transfers in line, bytes of activations a
+        layer)."""
         key = (*(shape.sizes.get(axis, 1) for axis in ("tp", "cp", "ep")), shape.microbatch, shape.recompute)
         if key not in self._parts:
-            layout = Layout(shape.sizes, microbatch=shape.microbatch, recompute=shape.recompute,  # type: ignore[arg-type]
+            layout = Layout(shape.sizes, microbatch=shape.microbatch,
+                            recompute=shape.recompute,  # type: ignore[arg-type]
                             overlap=frozenset(self._space.options.overlap))
             compute, kept = min(self._model(device, layout) for device in self._devices)
             self._parts[key] = (compute, self._in_line(layout), kept)
         return self._parts[key]
 
     def _model(self, device: Device, layout: Layout) -> tuple[float, float]:
-        """(seconds of one micro-batch through the whole model, bytes of activations of the layer that keeps the least)."""
+        """(seconds of one micro-batch through the whole model, bytes of activations of the layer that keeps the
+        least)."""
         job = self._space.job
         sparse = sum(job.is_moe(layer) for layer in range(job.layers))
         seconds = _seconds(embedding(device, job, layout)) + _seconds(head(device, job, layout))

@@ -8,10 +8,10 @@ from typing import Any
 
 from semel.planning import baselines
 from semel.planning.cluster import Cluster
+from semel.planning.explorer import Outcome, Progress, explore
 from semel.planning.job import Job
 from semel.planning.options import Options
 from semel.planning.plan import Plan
-from semel.planning.explorer import Outcome, Progress, explore
 from semel.planning.sensitivity import Choice, Flip, FlipMap, Gain, Turn, choices, families, family, flips, gains, turns
 from semel.planning.sensitivity import flip_map as mapped
 from semel.planning.workload import Infeasible
@@ -63,7 +63,8 @@ def explain(cluster: Cluster, job: Job, options: Options | None = None, *, compa
     options = options or Options()
     beside: dict[str, Plan | None] = {}
     for number, each in enumerate(baselines.BASELINES if compare else ()):
-        beside[each.name] = baselines.run(each.name, cluster, job, replace(options, nodes=max(1, options.nodes // 8), simulations=max(
+        beside[each.name] = baselines.run(each.name, cluster, job, replace(options, nodes=max(1, options.nodes // 8),
+                                                                           simulations=max(
             1, options.simulations // 4)))
         if progress is not None:
             progress("baselines", number + 1, len(baselines.BASELINES))
@@ -99,11 +100,14 @@ def words(found: Explained) -> list[str]:
             f"at {turn.factor:.3g} times the {turn.what} {turn.to} would better cross the outermost level"
             for turn in found.turns) + ".")
     else:
-        said.append("It does not flip to another placement within 32 times less or more bandwidth or delay of the outermost "
+        said.append("It does not flip to another placement within 32 times less or more bandwidth or delay of the "
+                    "outermost "
                     "level, among the plans compared.")
     if found.tried:
-        said.append(f"Of {found.tried} checks with an assumed coefficient moved by 30 %, {len(found.flips)} flip the answer" + (
-            ": " + "; ".join(f"{flip.path} x {flip.factor:g} ({flip.conclusion})" for flip in found.flips[:3]) if found.flips
+        said.append(f"Of {found.tried} checks with an assumed coefficient moved by 30 %, {len(found.flips)} flip the "
+                    "answer" + (
+            ": " + "; ".join(f"{flip.path} x {flip.factor:g} ({flip.conclusion})" for flip in found.flips[:3])
+            if found.flips
             else "") + ".")
     if outcome.complete:
         said.append("The search is exact: nothing that the options allow is faster in this model.")
@@ -138,12 +142,14 @@ def _why(plan: Plan, usual: Plan | None) -> str:
     """Where the difference to production comes from: the largest part of the step that shrank."""
     if usual is None or usual.seconds <= plan.seconds * 1.0005:
         return ""
-    shrank = {f"{cause}": usual.bubble.get(cause, 0.0) - plan.bubble.get(cause, 0.0) for cause in {*plan.bubble, *usual.bubble}}
+    shrank = {f"{cause}": usual.bubble.get(cause, 0.0) - plan.bubble.get(cause, 0.0) for cause in {*plan.bubble,
+                                                                                                   *usual.bubble}}
     shrank["computing"] = ((usual.seconds - sum(usual.bubble.values())) - (plan.seconds - sum(plan.bubble.values())))
     cause, seconds = max(sorted(shrank.items()), key=lambda item: item[1])
     if seconds <= 0:
         return ""
-    return (f"Most of what production loses is {cause}: {duration(seconds)} of the {duration(usual.seconds - plan.seconds)} "
+    return (f"Most of what production loses is {cause}: {duration(seconds)} of the "
+            f"{duration(usual.seconds - plan.seconds)} "
             "between them" + ("." if seconds <= usual.seconds - plan.seconds else ", and other parts grew."))
 
 
@@ -158,7 +164,8 @@ class Comparison:
     words: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
-        return {"before": self.before.to_json(), "kept": self.kept and self.kept.to_json(), "after": self.after.to_json(),
+        return {"before": self.before.to_json(), "kept": self.kept and self.kept.to_json(),
+                "after": self.after.to_json(),
                 "words": list(self.words)}
 
 
@@ -180,7 +187,8 @@ def what_if(cluster: Cluster, job: Job, to_cluster: Cluster, to_job: Job, option
         said.append("Today's plan does not run there.")
     else:
         gain = 1 - after.value(options.objective) / kept.value(options.objective)
-        said.append(f"Today's plan kept as it is would take {duration(kept.seconds)} there; planning again saves {gain:.1%}.")
+        said.append(f"Today's plan kept as it is would take {duration(kept.seconds)} there; planning again saves "
+                    f"{gain:.1%}.")
     said += [f"Now: {where(best)}", f"Then: {where(after)}"]
     if family(best.cluster, best.layout) != family(after.cluster, after.layout):
         said.append(f"What crosses the outermost level changes: {family(best.cluster, best.layout)} now, "

@@ -1,9 +1,9 @@
 """Placement x schedule x network, searched together.
 
-Three stages. *Descent*: from a few layouts, one choice after the other is improved by the closed-form estimate. *Sweep*:
-shapes in the order of their floor (``bounds``), and the layouts of each, as long as a bound is below the best that was
-simulated; whole shapes, orders and schedules fall at once. *Refinement*: the best by estimate are simulated by events,
-until no bound is left below the best one. A search that the limits did not cut short is exact: its gap is 0.
+Three stages. *Descent*: from a few layouts, one choice after the other is improved by the closed-form estimate.
+*Sweep*: shapes in the order of their floor (``bounds``), and the layouts of each, as long as a bound is below the best
+that was simulated; whole shapes, orders and schedules fall at once. *Refinement*: the best by estimate are simulated
+by events, until no bound is left below the best one. A search that the limits did not cut short is exact: its gap is 0.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ SWEPT = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """``plans`` best first. ``bound``: what none is below, in the objective's unit. ``complete``: no limit cut the search
-    short. ``nodes`` estimated, ``simulated`` by events, ``shapes`` in the space, of which ``pruned`` fell by their floor."""
+    """``plans`` best first. ``bound``: what none is below, in the objective's unit. ``complete``: no limit cut the
+    search short. ``nodes`` estimated, ``simulated`` by events, ``shapes`` in the space, of which ``pruned`` fell by
+    their floor."""
 
     plans: list[Plan]
     bound: float
@@ -88,8 +89,10 @@ def nothing_divides(space: Space) -> str:
     """Why the space is empty."""
     job = space.job
     counts = ", ".join(f"{count:,}" for count in space.devices)
-    return (f"no layout divides {counts} devices of cluster {space.cluster.name!r} for job {job.name!r} (batch {job.batch:,}) "
-            f"within the axes {', '.join(space.options.axes)} and the pins {dict(space.options.pinned) or 'none'}; allow more "
+    return (f"no layout divides {counts} devices of cluster {space.cluster.name!r} for job {job.name!r} (batch "
+            f"{job.batch:,}) "
+            f"within the axes {', '.join(space.options.axes)} and the pins {dict(space.options.pinned) or 'none'}; "
+            "allow more "
             "axes, or choose another number with devices = [...] in the search file")
 
 
@@ -145,7 +148,8 @@ class _State:
         """The rate of the cheapest network."""
         if self.options.objective == "time":
             return 1.0
-        cheapest = {level.name: min(self.space.technologies(level.name), key=lambda name, level=level: (  # type: ignore[misc]
+        cheapest = {level.name: min(self.space.technologies(level.name), key=lambda name,
+                                    level=level: (  # type: ignore[misc]
             level.technology(name).price)) for level in self.space.cluster.levels}
         return self.rate(Layout({"dp": devices}, network=cheapest))
 
@@ -195,13 +199,15 @@ class _State:
             return Infeasible(f"job {space.job.name!r} fits nowhere on cluster {space.cluster.name!r}; nearest is "
                               f"{titled(layout, space.job.batch)}: {reason}", reason.term, reason.over_by)
         return Infeasible(f"job {space.job.name!r} fits nowhere within limits.memory = {self.options.memory:g}: "
-                          f"{titled(layout, space.job.batch)} is over by {text(over, 'size')} a device; raise limits.memory",
+                          f"{titled(layout, space.job.batch)} is over by {text(over, 'size')} a device; raise "
+                          "limits.memory",
                           "memory", over)
 
     def allowed(self, layout: Layout) -> bool:
         """Whether the options allow a layout that comes from elsewhere."""
         space, options = self.space, self.options
-        shape = Shape({axis: size for axis, size in layout.sizes.items() if size > 1}, layout.microbatch, layout.recompute)
+        shape = Shape({axis: size for axis, size in layout.sizes.items() if size > 1}, layout.microbatch,
+                      layout.recompute)
         return (shape in self._shapes and (layout.schedule, layout.chunks) in space.schedules(
                 shape.stages, space.microbatches(shape))
                 and all(name in space.technologies(level) for level, name in layout.network.items())

@@ -119,7 +119,7 @@ def _pins(section: Section) -> dict[str, Any]:
         pinned["order"] = _names(section, "order", AXES, ())
     if "network" in section:
         part = section.section("network")
-        pinned["network"] = {level: part.text(level) for level in part.keys()}
+        pinned["network"] = {level: part.text(level) for level in list(part.keys())}
         part.done()
     return pinned
 

@@ -27,11 +27,12 @@ HOUR = 3600.0
 class Plan:
     """One step of ``layout``, simulated by events.
 
-    ``seconds`` a step; ``mfu`` model FLOPs over peak; ``cost`` dollars and ``energy`` joules a step; ``memory`` [stages]
-    peak bytes a device; ``exposed`` axis -> level -> seconds a device waits for it (mean over stages); ``bubble`` cause ->
-    seconds a device computes nothing (mean); ``traffic`` level -> bytes a device sends a step, of the busiest stage;
-    ``load`` level -> share of the step in which its link is busy; ``estimate`` seconds of the closed form; ``bound``
-    seconds that no plan of the search can be below, and ``gap`` = 1 - bound / best, the same for all plans of a search.
+    ``seconds`` a step; ``mfu`` model FLOPs over peak; ``cost`` dollars and ``energy`` joules a step; ``memory``
+    [stages] peak bytes a device; ``exposed`` axis -> level -> seconds a device waits for it (mean over stages);
+    ``bubble`` cause -> seconds a device computes nothing (mean); ``traffic`` level -> bytes a device sends a step, of
+    the busiest stage; ``load`` level -> share of the step in which its link is busy; ``estimate`` seconds of the
+    closed form; ``bound`` seconds that no plan of the search can be below, and ``gap`` = 1 - bound / best, the same
+    for all plans of a search.
     """
 
     cluster: Cluster
@@ -138,8 +139,10 @@ def measured(cluster: Cluster, job: Job, layout: Layout, estimate: Estimate, wor
     traffic = {level: share * seconds * work.links[level] for level, share in load.items()}
     mean = {level: float(share.mean()) * seconds * work.links[level] for level, share in trace.link_load.items()}
     return Plan(
-        cluster, job, layout, seconds, trace.mfu, dollars(cluster, layout, seconds, mean), joules(cluster, layout, seconds),
-        tuple(trace.peak_memory.tolist()), work.memory, exposed, bubble, traffic, load, work.microbatches, estimate.seconds,
+        cluster, job, layout, seconds, trace.mfu, dollars(cluster, layout, seconds, mean), joules(cluster, layout,
+                                                                                                  seconds),
+        tuple(trace.peak_memory.tolist()), work.memory, exposed, bubble, traffic, load, work.microbatches,
+        estimate.seconds,
         exact=trace.schedule.exact and not layout.compress)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from semel.planning.baselines import simulated
 from semel.planning.cluster import Cluster
+from semel.planning.explorer import explore, key_of
 from semel.planning.layout import Layout
 from semel.planning.options import Options
 from semel.planning.plan import Plan, crossing
-from semel.planning.explorer import explore, key_of
 from semel.planning.space import Shape, Space
 from semel.planning.workload import Infeasible
 
@@ -58,7 +58,8 @@ def _levers(plan: Plan) -> list[tuple[str, str, float]]:
         if level.distance > 0:
             found.append((f"distance of the {level.name} level", f"levels.{level.name}.distance", 1 / MORE))
         if level.oversubscription > 1:
-            found.append((f"oversubscription of the {level.name} level", f"levels.{level.name}.oversubscription", 1 / MORE))
+            found.append((f"oversubscription of the {level.name} level", f"levels.{level.name}.oversubscription",
+                          1 / MORE))
     name = plan.cluster.device.name
     found.append((f"memory bandwidth of the {name}", f"devices.{name}.memory_bandwidth", MORE))
     found.append((f"kernel time of the {name}", f"devices.{name}.kernel", 1 / MORE))
@@ -253,8 +254,8 @@ def _winner(cluster: Cluster, pool: Sequence[Plan]) -> str:
 
 @dataclass(frozen=True)
 class FlipMap:
-    """Over ``distances`` (metres, columns) and ``ratios`` (oversubscription, rows) of the outermost level: ``winners`` the
-    family of the best plan, ``gains`` by how much its step is shorter than production's, ``titles`` the plan."""
+    """Over ``distances`` (metres, columns) and ``ratios`` (oversubscription, rows) of the outermost level: ``winners``
+    the family of the best plan, ``gains`` by how much its step is shorter than production's, ``titles`` the plan."""
 
     distances: tuple[float, ...]
     ratios: tuple[float, ...]

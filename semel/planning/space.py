@@ -1,4 +1,5 @@
-"""Everything a search may choose: axis -> level x schedule x micro-batches x chunks x network. Lazy, in one fixed order."""
+"""Everything a search may choose: axis -> level x schedule x micro-batches x chunks x network. Lazy, in one fixed
+order."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from semel.planning.cluster import Cluster
 from semel.planning.job import Job
 from semel.planning.layout import Layout
 from semel.planning.options import Options
-from semel.planning.schedules import CHUNKS, schedule
+from semel.planning.schedules import CHUNKS
 
 PLACED = ("tp", "cp", "table", "fsdp", "dp", "pp")
 """Axes whose product is the number of devices; ``ep`` runs over some of the same ranks."""
@@ -118,7 +119,8 @@ class Space:
         return tuple(size for size in self._sizes("ep", ranks) if self.job.experts % size == 0)
 
     def orders(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-        """Ways to lay the axes over the levels, innermost first: one of those that put every axis on the same levels."""
+        """Ways to lay the axes over the levels, innermost first: one of those that put every axis on the same
+        levels."""
         key = tuple(sorted(sizes.items()))
         if key not in self._orders:
             self._orders[key] = self._distinct(sizes)
@@ -143,7 +145,8 @@ class Space:
         """Axis -> ranks joined at each level, and how far pipeline stages lie apart: what communication depends on."""
         places, stride = [], 1
         for axis in order:
-            places.append((axis, cached_span(self.cluster, ((stride, sizes[axis]),)).factors, stride if axis == "pp" else 0))
+            places.append((axis, cached_span(self.cluster, ((stride, sizes[axis]),)).factors, stride if axis == "pp"
+                           else 0))
             stride *= sizes[axis]
         return tuple(sorted(places))
 
@@ -158,9 +161,9 @@ class Space:
         found = []
         for name in names:
             least, most = CHUNKS[name]
-            for count in chunks if least < most else (least,):
-                if least <= count <= most and stages * count <= self._layers and takes(name, stages, microbatches, count):
-                    found.append((name, count))
+            tried = chunks if least < most else (least,)
+            found += [(name, count) for count in tried if least <= count <= most and stages * count <= self._layers
+                      and takes(name, stages, microbatches)]
         return tuple(found)
 
     @property
@@ -178,7 +181,8 @@ class Space:
                 if len(self.technologies(level.name)) > 1 or level.name in self.options.pinned.get("network", {})]
 
     def technologies(self, level: str) -> tuple[str, ...]:
-        """Names of the technologies that may be used at a level, its first one first. ValueError for a pin that is none."""
+        """Names of the technologies that may be used at a level, its first one first. ValueError for a pin that is
+        none."""
         if level not in self._technologies:
             self._technologies[level] = self._offered(level)
         return self._technologies[level]
@@ -237,15 +241,10 @@ class Space:
         return replace(self, options=replace(self.options, pinned={**self.options.pinned, **pinned}))
 
 
-def takes(name: str, stages: int, microbatches: int, chunks: int) -> bool:
+def takes(name: str, stages: int, microbatches: int) -> bool:
     """Whether a schedule takes these counts: the arithmetic of its generator, without its lists."""
     if name == "interleaved":
         return microbatches % stages == 0
     if name == "dualpipe_v":
         return microbatches >= 2 * stages
     return True
-
-
-def generated(layout: Layout, microbatches: int, **hints: Any) -> Any:
-    """The operation lists of a layout's schedule."""
-    return schedule(layout.schedule, layout.size("pp"), microbatches, layout.chunks, **hints)

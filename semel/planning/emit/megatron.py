@@ -30,7 +30,8 @@ def options(plan: Plan) -> dict[str, object]:
     if job.kind != "transformer":
         raise ValueError(f"Megatron-LM trains transformers; {job.name} is a {job.kind}: emit for torchrec or semel")
     if layout.size("pp") > 1 and layout.schedule not in SCHEDULES:
-        raise ValueError(f"Megatron-LM runs {' and '.join(SCHEDULES)}, not {layout.schedule}; pin schedule to one of them "
+        raise ValueError(f"Megatron-LM runs {' and '.join(SCHEDULES)}, not {layout.schedule}; pin schedule to one of "
+                         "them "
                          "(pinned.schedule of the search file), or emit for torchtitan")
     found: dict[str, object] = {
         "--num-layers": job.layers, "--hidden-size": job.width, "--ffn-hidden-size": job.feedforward,
@@ -48,7 +49,8 @@ def options(plan: Plan) -> dict[str, object]:
     if job.kv_heads != job.heads:
         found["--num-query-groups"] = job.kv_heads
     if job.experts:
-        found |= {"--num-experts": job.experts, "--moe-router-topk": job.top_k, "--moe-ffn-hidden-size": job.expert_width,
+        found |= {"--num-experts": job.experts, "--moe-router-topk": job.top_k,
+                  "--moe-ffn-hidden-size": job.expert_width,
                   "--expert-model-parallel-size": layout.size("ep"), "--moe-token-dispatcher-type": "alltoall"}
     if layout.size("pp") > 1:
         found["--pipeline-model-parallel-layout"] = f"'{stages(plan.layers)}'"
@@ -59,7 +61,7 @@ def options(plan: Plan) -> dict[str, object]:
     else:
         found["--use-distributed-optimizer"] = layout.zero > 0
     found["--overlap-grad-reduce"] = "dp" in layout.overlap or "fsdp" in layout.overlap
-    if found["--use-distributed-optimizer"] if "--use-distributed-optimizer" in found else False:
+    if found.get("--use-distributed-optimizer"):
         found["--overlap-param-gather"] = found["--overlap-grad-reduce"]
     found["--tp-comm-overlap"] = "tp" in layout.overlap and layout.size("tp") > 1
     found["--grad-reduce-in-bf16"] = job.gradient_dtype == "bf16" or "bf16" in layout.compress.values()
@@ -79,7 +81,8 @@ def stages(layers: tuple[int, ...]) -> str:
 
 def files(plan: Plan) -> dict[str, str]:
     order = numbered(plan)
-    launch = ("#!/usr/bin/env bash\n# Written by semel plan --emit megatron. Start one on each host, with torchrun's rendezvous "
+    launch = ("#!/usr/bin/env bash\n# Written by semel plan --emit megatron. Start one on each host, with torchrun's "
+              "rendezvous "
               "options in RENDEZVOUS,\n# and data, tokenizer, learning rate and checkpoints in \"$@\".\n"
               f"# Ranks lie on devices as device_mesh.json says. {plan.layout.devices} devices.\n"
               f"set -eu\ntorchrun --nproc-per-node {min(plan.cluster.levels[0].count, plan.layout.devices)} "

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def devices_of_ranks(sizes: Mapping[str, int], placed: Sequence[str], numbered: Sequence[str]) -> np.ndarray:
     """Rank -> device [ranks] int64.
 
-    ``placed``: axes innermost first, as the plan lays them over neighbouring devices; ``numbered``: axes innermost first,
-    as the runtime counts ranks. Both name each axis above 1 once. Raises ValueError where they do not.
+    ``placed``: axes innermost first, as the plan lays them over neighbouring devices; ``numbered``: axes innermost
+    first, as the runtime counts ranks. Both name each axis above 1 once. Raises ValueError where they do not.
     """
     axes = [axis for axis in placed if sizes.get(axis, 1) > 1]
     ranked = [axis for axis in numbered if sizes.get(axis, 1) > 1]

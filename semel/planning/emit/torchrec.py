@@ -20,7 +20,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     """``topology`` (bandwidths in bytes/ms, as torchrec counts), ``constraints`` by table, ``batch_size`` of a rank."""
     layout, job, cluster = plan.layout, plan.job, plan.cluster
     if job.kind != "recommender":
-        raise ValueError(f"TorchRec shards embedding tables; {job.name} is a {job.kind}: emit for torchtitan or megatron")
+        raise ValueError(f"TorchRec shards embedding tables; {job.name} is a {job.kind}: emit for torchtitan or "
+                         "megatron")
     devices = layout.devices
     host = min(cluster.levels[0].count, devices)
     links = plan.workload().links
@@ -32,7 +33,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "intra_host_bw": inside / 1e3, "inter_host_bw": across / 1e3,
         },
         "batch_size": job.batch // devices,
-        "constraints": {name: {"sharding_types": _sharding(width, layout.size("table") > 1, host), "min_partition": None}
+        "constraints": {name: {"sharding_types": _sharding(width, layout.size("table") > 1, host),
+                               "min_partition": None}
                         for name, width in _tables(job)},
     }
 
@@ -43,7 +45,8 @@ def _tables(job: Any) -> list[tuple[str, int]]:
 
 
 def _sharding(width: int, sharded: bool, host: int) -> list[str]:
-    """Tables whose ranks exchange rows are cut by rows (every rank holds a part of each), else each rank has its own."""
+    """Tables whose ranks exchange rows are cut by rows (every rank holds a part of each), else each rank has its
+    own."""
     if not sharded:
         return ["data_parallel"]
     return ["row_wise", "table_wise"] if width % 4 else ["row_wise", "table_wise", "column_wise"]

@@ -51,7 +51,8 @@ def options(plan: Plan, csv: str = "schedule.csv") -> dict[str, object]:
 
 
 def files(plan: Plan) -> dict[str, str]:
-    launch = ("#!/usr/bin/env bash\n# Written by semel plan --emit torchtitan. Start one on each host, with torchrun's rendezvous "
+    launch = ("#!/usr/bin/env bash\n# Written by semel plan --emit torchtitan. Start one on each host, with "
+              "torchrun's rendezvous "
               "options in \"$@\".\n"
               f"# Ranks lie on devices as device_mesh.json says. {plan.layout.devices} devices.\n"
               f"set -eu\ntorchrun --nproc-per-node {min(plan.cluster.levels[0].count, plan.layout.devices)} \"$@\" "

@@ -1,4 +1,5 @@
-"""The plots of a plan's page as Plotly JSON. Colours are the page's CSS variables, so one figure serves light and dark."""
+"""The plots of a plan's page as Plotly JSON. Colours are the page's CSS variables, so one figure serves light and
+dark."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def load_bars(plans: Mapping[str, Plan], levels: Sequence[str]) -> Figure:
     """GB that a device sends at each level in a step, plan beside plan."""
     data = []
     for number, (name, plan) in enumerate(plans.items()):
-        data.append({"type": "bar", "name": name, "x": list(levels), "marker": {"color": series(1 if number == 0 else 0)},
+        data.append({"type": "bar", "name": name, "x": list(levels), "marker": {"color": series(1 if number == 0
+                                                                                                else 0)},
                      "y": [plan.traffic.get(level, 0.0) / GB for level in levels],
                      "customdata": [plan.load.get(level, 0.0) for level in levels],
                      "hovertemplate": f"{name}, %{{x}}: %{{y:.3g}} GB, link busy %{{customdata:.0%}}<extra></extra>"})
@@ -149,7 +151,8 @@ def scatter(plans: Sequence[Plan], marked: Mapping[str, Plan], outermost: str) -
                  "x": [plan.seconds for plan in front], "y": [plan.peak_memory / GB for plan in front],
                  "line": {"color": series(1), "width": 1.5, "dash": "dot"}})
     data.append(dots("winner", plans[:1], series(1), "star"))
-    data += [dots(name, [plan], series(2 + number % 5), "diamond") for number, (name, plan) in enumerate(marked.items())]
+    data += [dots(name, [plan], series(2 + number % 5), "diamond") for number, (name,
+                                                                                plan) in enumerate(marked.items())]
     layout = {"xaxis": {"title": {"text": "seconds a step"}}, "showlegend": True,
               "yaxis": {"title": {"text": "GB a device, at the peak"}, "rangemode": "tozero"}}
     return Figure(data, layout, f"Step time, memory, and bytes across {outermost} (size)", height=430, wide=True)
@@ -188,7 +191,8 @@ def flip_map(distances: Sequence[float], ratios: Sequence[float], winners: Seque
     edges = [[at / len(names) + end / len(names), color] for at, color in enumerate(colors) for end in (0, 1)]
     labels = [[f"{gain:+.0%}" if abs(gain) >= 0.005 else "0 %" for gain in row] for row in gains_over]
     data = [{
-        "type": "heatmap", "x": [_kilometres(one) for one in distances], "y": [f"1:{ratio:g}" for ratio in ratios], "z": z,
+        "type": "heatmap", "x": [_kilometres(one) for one in distances], "y": [f"1:{ratio:g}" for ratio in ratios],
+        "z": z,
         "zmin": -0.5, "zmax": len(names) - 0.5, "colorscale": edges, "text": labels, "texttemplate": "%{text}",
         "textfont": {"color": "#ffffff", "size": 12}, "customdata": texts, "xgap": 3, "ygap": 3, "showscale": False,
         "hovertemplate": "%{x}, %{y}<br>%{customdata}<extra></extra>"}]
@@ -196,7 +200,8 @@ def flip_map(distances: Sequence[float], ratios: Sequence[float], winners: Seque
               "marker": {"symbol": "square", "size": 12, "color": color}}
              for name, color in zip(names, colors, strict=True)]
     layout = {"xaxis": {"title": {"text": "distance"}, "type": "category", "showgrid": False},
-              "yaxis": {"title": {"text": "oversubscription"}, "type": "category", "showgrid": False}, "showlegend": True}
+              "yaxis": {"title": {"text": "oversubscription"}, "type": "category", "showgrid": False},
+              "showlegend": True}
     return Figure(data, layout, "What crosses the outermost level in the best plan; how much faster than production",
                   height=120 + 52 * len(ratios), wide=True)
 

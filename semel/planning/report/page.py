@@ -1,4 +1,5 @@
-"""One self-contained page: key numbers, sections of prose, plots, tables and a timeline. It loads no file and no host."""
+"""One self-contained page: key numbers, sections of prose, plots, tables and a timeline. It loads no file and no
+host."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class Card:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot: ``data`` and ``layout`` as Plotly's JSON, whose colours may be CSS variables (``var(--series-1)``) that the
-    page resolves in light and in dark. ``height`` in pixels; ``wide`` spans both columns."""
+    """A plot: ``data`` and ``layout`` as Plotly's JSON, whose colours may be CSS variables (``var(--series-1)``) that
+    the page resolves in light and in dark. ``height`` in pixels; ``wide`` spans both columns."""
 
     data: list[dict[str, Any]]
     layout: dict[str, Any]
@@ -59,8 +60,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """``timelines``: each ``{"name", "seconds", "lanes": [{"name", "thin", "ops": [[start, end, letter, label, part]]}]}``
-    with the operations of a lane in order of their start."""
+    """``timelines``: each ``{"name", "seconds", "lanes": [{"name", "thin", "ops": [[start, end, letter, label,
+    part]]}]}`` with the operations of a lane in order of their start."""
 
     title: str
     subtitle: str

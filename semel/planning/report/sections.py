@@ -22,37 +22,46 @@ def page(found: Explained) -> Page:
     levels = [level.name for level in best.cluster.levels]
     sections = [
         _why(found),
-        Section("Timeline", ["What each pipeline stage does in one step; one stage stands for all devices that do the same. "
-                             "Below each stage, thin, are its transfers. Drag to move, double click or hold Shift and turn "
+        Section("Timeline", ["What each pipeline stage does in one step; one stage stands for all devices that do the "
+                             "same. "
+                             "Below each stage, thin, are its transfers. Drag to move, double click or hold Shift and "
+                             "turn "
                              "the wheel to zoom."], timeline=True),
-        Section("Where the step goes", ["A bubble is time in which a device computes nothing: the pipeline fills and drains, "
+        Section("Where the step goes", ["A bubble is time in which a device computes nothing: the pipeline fills and "
+                                        "drains, "
                                         "stages differ (straggler), or bytes are waited for."],
                 [figures.bubbles({name: plan for name, plan in ({**beside, **_others(found)}).items()})]),
         Section("Memory and links", [], [figures.memory(traces["winner"], best.limit),
                                          figures.load_over_time(traces["winner"], levels),
                                          figures.load_bars(beside, [name for name in levels if any(
                                              plan.traffic.get(name) for plan in beside.values())])]),
-        Section("Trade-offs", ["Each dot is a plan that was simulated: to the left is faster, further down takes less memory, "
+        Section("Trade-offs", ["Each dot is a plan that was simulated: to the left is faster, further down takes less "
+                               "memory, "
                                "and a larger dot sends more across the outermost level."],
-                [figures.scatter(found.plans, {name: plan for name, plan in found.baselines.items() if plan is not None},
+                [figures.scatter(found.plans, {name: plan for name, plan in found.baselines.items()
+                                               if plan is not None},
                                  levels[-1])]),
         _sensitivity(found),
     ]
     if found.map is not None:
         drawn = found.map
         sections.append(Section(
-            "Where it flips", [f"The best plan searched again over the distance and oversubscription of the {levels[-1]} level. "
-                               "The colour says which axes cross it; the number how much shorter the step is than production's "
+            "Where it flips", ["The best plan searched again over the distance and oversubscription of the "
+                               f"{levels[-1]} level. "
+                               "The colour says which axes cross it; the number how much shorter the step is than "
+                               "production's "
                                "there."],
             [figures.flip_map(drawn.distances, drawn.ratios, drawn.winners, drawn.gains, drawn.titles)]))
     sections.append(_doubts(found))
     from semel import __version__
 
     return Page(
-        f"{best.job.name} on {best.cluster.name}", f"{best.layout.devices:,} devices. {best.title}.", _cards(found), sections,
+        f"{best.job.name} on {best.cluster.name}", f"{best.layout.devices:,} devices. {best.title}.", _cards(found),
+        sections,
         [figures.timeline(f"{name}: {beside[name].title}", trace) for name, trace in traces.items()],
         {"job": best.job.description or best.job.name, "cluster": best.cluster.description or best.cluster.name,
-         "search": f"{found.outcome.shapes:,} shapes, {found.outcome.nodes:,} layouts estimated, {found.outcome.simulated} "
+         "search": f"{found.outcome.shapes:,} shapes, {found.outcome.nodes:,} layouts estimated, "
+                   f"{found.outcome.simulated} "
                    f"simulated, gap {found.outcome.gap:.1%}", "semel": __version__})
 
 
@@ -90,11 +99,15 @@ def _row(name: str, plan: Plan) -> list[str]:
 
 
 def _sensitivity(found: Explained) -> Section:
-    rows = [(gain.what, max(0.0, gain.share), "today's value is a guess" if gain.assumed else "") for gain in found.gains]
+    rows = [(gain.what, max(0.0, gain.share), "today's value is a guess" if gain.assumed else "")
+            for gain in found.gains]
     grid = Grid(["choice", "chosen", "next best", "longer by"], [
-        [choice.what, choice.chosen, choice.instead, f"{choice.loss:+.2%}"] for choice in found.choices], prose=frozenset({1, 2}))
-    return Section("What binds", ["How much shorter the step gets when one thing is 10 % better and the plan stays; in the "
-                                  "second colour where today's value is a guess. Below, what each choice would cost if it were "
+        [choice.what, choice.chosen, choice.instead, f"{choice.loss:+.2%}"] for choice in found.choices],
+        prose=frozenset({1, 2}))
+    return Section("What binds", ["How much shorter the step gets when one thing is 10 % better and the plan stays; "
+                                  "in the "
+                                  "second colour where today's value is a guess. Below, what each choice would cost "
+                                  "if it were "
                                   "made otherwise."],
                    [figures.gains(rows[:14], "What 10 % more is worth")], grid if found.choices else None)
 
@@ -106,5 +119,6 @@ def _doubts(found: Explained) -> Section:
         return Section("What hangs on a guess", text)
     return Section("What hangs on a guess", text, grid=Grid(
         ["coefficient", "times", "conclusion that no longer holds", "assumed because", "winner", "other"],
-        [[flip.path, f"{flip.factor:g}", flip.conclusion, flip.why_assumed, duration(flip.seconds[0]), duration(flip.seconds[1])]
+        [[flip.path, f"{flip.factor:g}", flip.conclusion, flip.why_assumed, duration(flip.seconds[0]),
+          duration(flip.seconds[1])]
          for flip in found.flips], prose=frozenset({2, 3})))
