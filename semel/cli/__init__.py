@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from semel.cli import compact, demo, erase, evaluate, export, info, ingest, replay, report, serve, shadow, train
+from semel.cli import compact, demo, erase, evaluate, export, info, ingest, plan, replay, report, serve, shadow, train
 from semel.cli.errors import Verbs
 
 # ``torchrun -m semel.cli.train``: that the package knows the module already is no news to anybody.
@@ -52,6 +52,7 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("shadow")(shadow.shadow)
 app.command("serve")(serve.serve)
 app.command("replay")(replay.replay)
+app.add_typer(plan.plan, name="plan")
 app.command("report")(report.report)
 app.command("info")(info.info)
 

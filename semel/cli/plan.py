@@ -104,25 +104,39 @@ def show(found: Explained, options: Options) -> None:
     outcome, best = found.outcome, found.plans[0]
     title = (f"{best.job.name} on {best.cluster.name}: {best.layout.devices:,} devices, "
              f"{outcome.nodes:,} layouts estimated, {outcome.simulated} simulated")
-    rows = [_row(str(number), each) for number, each in enumerate(found.plans, start=1)]
-    rows += [_row(name, each) for name, each in found.baselines.items() if each is not None]
-    table = output.table(title, ["", "step", "MFU", "$ a step", "memory", "bubble", "exposed", "plan"], rows)
-    table.columns[-1].justify = "left"
-    console.print(table)
+    named = {str(number): each for number, each in enumerate(found.plans, start=1)}
+    named |= {name: each for name, each in found.baselines.items() if each is not None}
+    _table(console, title, named)
     for line in found.words:
         console.print(line, markup=False, soft_wrap=True)
+
+
+COLUMNS = ("", "step", "MFU", "$ a step", "memory", "bubble", "exposed communication")
+
+
+def _table(console: Any, title: str | None, plans: dict[str, Plan]) -> None:
+    """The numbers of some plans, and below, a line each, what they are."""
+    from semel.cli import output
+
+    table = output.table(title, COLUMNS, [_row(name, each) for name, each in plans.items()])
+    table.columns[-1].justify = "left"
+    console.print(table)
+    width = max(map(len, plans))
+    for name, each in plans.items():
+        console.print(f"{name:<{width}}  {each.title}" + ("" if each.exact else " (changes the optimization)"),
+                      markup=False, soft_wrap=True)
 
 
 def _row(name: str, each: Plan) -> list[str]:
     from semel.planning.explain import duration
 
-    exposed = ", ".join(f"{axis}@{level} {duration(seconds)}" for axis, levels in each.exposed.items()
-                        for level, seconds in levels.items() if seconds > 0.005 * each.seconds)
-    bubble = sum(seconds for cause, seconds in each.bubble.items() if cause != "exposed communication")
+    exposed = {f"{axis}@{level}": seconds / each.seconds for axis, levels in each.exposed.items()
+               for level, seconds in levels.items() if seconds > 0.001 * each.seconds}
+    bubble = max(0.0, sum(seconds for cause, seconds in each.bubble.items() if cause != "exposed communication"))
     return [name, duration(each.seconds), f"{each.mfu:.1%}", f"{each.cost:.4g}",
-            f"{each.peak_memory / 1e9:.0f} of {each.limit / 1e9:.0f} GB", f"{bubble / each.seconds:.1%}", exposed
-            or "-",
-            each.title + ("" if each.exact else " (changes the optimization)")]
+            f"{each.peak_memory / 1e9:.0f} of {each.limit / 1e9:.0f} GB", f"{bubble / each.seconds:.1%}",
+            ", ".join(f"{where} {share:.1%}" for where, share in sorted(exposed.items(), key=lambda item: -item[1]))
+            or "-"]
 
 
 @plan.command("what-if")
@@ -150,48 +164,64 @@ def what_if(
         output.print_json(found.to_json())
         return
     console = output.results()
-    rows = [_row("now", found.before), *([_row("then, same plan", found.kept)] if found.kept else []),
-            _row("then, best plan", found.after)]
-    table = output.table(None, ["", "step", "MFU", "$ a step", "memory", "bubble", "exposed", "plan"], rows)
-    table.columns[-1].justify = "left"
-    console.print(table)
+    _table(console, None, {"now": found.before, **({"then, same plan": found.kept} if found.kept else {}),
+                           "then, best plan": found.after})
     for line in found.words:
         console.print(line, markup=False, soft_wrap=True)
 
 
 @plan.command("validate")
-def validate(as_json: AsJson = False) -> None:
-    """Check the simulator against published measurements: the error of each row, and of each device."""
+def validate(
+    only: Annotated[list[str] | None, typer.Argument(
+        help="Measurement files, or ready ones by name.", show_default="all ready ones")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict published step times, and print the error of each row and of each device."""
     from semel.cli import output
-    from semel.planning.validate import report
+    from semel.planning.explain import duration
+    from semel.planning.validate import validate as check
 
-    found = report()
+    found = check(only or None)
     if as_json:
-        output.print_json(found.to_json())
-    else:
-        output.results().print(found.text(), markup=False, soft_wrap=True, highlight=False)
-    if not found.passed:
-        raise typer.Exit(1)
+        output.print_json({
+            "rows": [{"name": row.measurement.name, "device": row.measurement.device, "source": row.measurement.source,
+                      "measured": row.measurement.seconds, "predicted": row.seconds, "error": row.error,
+                      "mfu": row.mfu, "counted": row.measurement.counted, "fitted": row.measurement.fitted,
+                      "assumed": row.measurement.assumed} for row in found.rows],
+            "devices": [{"device": each.device, "rows": each.rows, "mean": each.mean, "worst": each.worst,
+                         "counted": each.counted} for each in found.summary]})
+        return
+    console = output.results()
+    rows = [[row.measurement.name, row.measurement.device, duration(row.measurement.seconds), duration(row.seconds),
+             f"{row.error:+.1%}", "fitted" if row.measurement.fitted else "" if row.measurement.counted
+             else "shown only"]
+            for row in found.rows]
+    console.print(output.table("published step times", ["", "device", "measured", "predicted", "error", ""], rows))
+    rows = [[each.device, str(each.rows), f"{each.mean:.1%}" if each.rows else "-",
+             f"{each.worst:.1%}" if each.rows else "-", "" if each.counted else "too few rows to count"]
+            for each in found.summary]
+    console.print(output.table("by device, over rows that nothing was fitted on",
+                               ["", "rows", "mean error", "worst", ""], rows))
 
 
 @plan.command("calibrate")
 def calibrate(
-    measured: Annotated[Path, typer.Argument(help="A table of measured times (TOML or CSV), or a torch profiler trace "
-                                                  "(JSON).")],
-    device: Annotated[str, typer.Option(help="The ready device or TOML file to start from.")],
-    out: Annotated[Path | None, typer.Option(help="Write the calibrated device here.", show_default="print it")] = None,
-    as_json: AsJson = False,
+    measured: Annotated[Path, typer.Argument(
+        help="A CSV of measured operations, or a torch profiler trace (.json, .json.gz).")],
+    device: Annotated[str, typer.Option(help="The ready device, or TOML file, to start from.")],
+    out: Annotated[Path | None, typer.Option(help="Write the device file here.", show_default="print it")] = None,
 ) -> None:
-    """Fit a device's efficiency curves to measurements."""
-    from semel.cli import output
-    from semel.planning.calibrate import calibrate as fit
+    """Fit a device's efficiency curves to measured operations, and write it as a device file."""
+    from semel.planning.calibrate import calibrated, device_toml, read_table, read_trace
+    from semel.planning.load import load_device
 
-    found: Any = fit(measured, device)
-    if out is not None:
-        out.write_text(found.toml, encoding="utf-8")
-    if as_json:
-        output.print_json(found.to_json())
-    elif out is None:
-        output.results().print(found.toml, markup=False, soft_wrap=True)
+    if out is not None and not out.parent.is_dir():
+        raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}")
+    start = load_device(device)
+    samples = read_trace(measured) if measured.name.endswith((".json", ".json.gz")) else read_table(measured)
+    text = device_toml(calibrated(start, samples), f"{len(samples)} operations of {measured.name}")
+    if out is None:
+        typer.echo(text, nl=False)
     else:
-        output.results().print(str(out), soft_wrap=True)
+        out.write_text(text, encoding="utf-8")
+        typer.echo(str(out))

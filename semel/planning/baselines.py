@@ -17,7 +17,7 @@ from semel.planning.layout import AXES, Layout
 from semel.planning.options import Options
 from semel.planning.plan import Plan, measured
 from semel.planning.space import Shape, Space
-from semel.planning.workload import Infeasible, workload
+from semel.planning.workload import workload
 
 Value = Callable[[Layout], Any]
 """A layout's estimate, something that can be compared; None where it does not fit."""
@@ -168,7 +168,7 @@ def run(name: str, cluster: Cluster, job: Job, options: Options | None = None) -
     if usual is None:
         return None
     if name == "production":
-        return replace(simulated(cluster, job, usual), name=name)
+        return replace(measured(cluster, job, usual), name=name)
     pins = chosen.pins(space, usual)
     believed = replace(space.options, pinned={**options.pinned, **pins})
     try:
@@ -178,8 +178,8 @@ def run(name: str, cluster: Cluster, job: Job, options: Options | None = None) -
             best = explore(cluster, job, believed, start=(usual,), usual=False).plans[0]
         else:
             blind = explore(cluster, job, replace(believed, overlap=()), usual=False).plans[0]
-            best = simulated(cluster, job, replace(blind.layout, overlap=frozenset(options.overlap)))
-    except Infeasible:
+            best = measured(cluster, job, replace(blind.layout, overlap=frozenset(options.overlap)))
+    except ValueError:  # nothing of the kind fits
         return None
     return replace(best, name=name)
 
@@ -202,12 +202,3 @@ def usual_layout(space: Space) -> Layout | None:
         return Candidate(found.seconds, key_of(layout), found.lower, layout)
 
     return production(space, value)
-
-
-def simulated(cluster: Cluster, job: Job, layout: Layout) -> Plan:
-    """A layout as a plan. Raises Infeasible where it does not fit."""
-    work = workload(cluster, job, layout)
-    return measured(cluster, job, layout, estimate(work, layout), work)
-
-
-__all__ = ["BASELINES", "SINGLE", "Baseline", "ecmp", "production", "run", "simulated", "usual_layout"]

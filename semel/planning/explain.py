@@ -11,10 +11,9 @@ from semel.planning.cluster import Cluster
 from semel.planning.explorer import Outcome, Progress, explore
 from semel.planning.job import Job
 from semel.planning.options import Options
-from semel.planning.plan import Plan
+from semel.planning.plan import Plan, measured
 from semel.planning.sensitivity import Choice, Flip, FlipMap, Gain, Turn, choices, families, family, flips, gains, turns
 from semel.planning.sensitivity import flip_map as mapped
-from semel.planning.workload import Infeasible
 
 UNITS = {"time": "step time", "cost": "cost", "energy": "energy"}
 
@@ -177,8 +176,8 @@ def what_if(cluster: Cluster, job: Job, to_cluster: Cluster, to_job: Job, option
     after = explore(to_cluster, to_job, options, start=[plan.layout for plan in before], progress=progress).plans[0]
     best = before[0]
     try:
-        kept: Plan | None = baselines.simulated(to_cluster, to_job, best.layout)
-    except (Infeasible, KeyError):
+        kept: Plan | None = measured(to_cluster, to_job, best.layout)
+    except (ValueError, KeyError):
         kept = None
     ratio = after.value(options.objective) / best.value(options.objective)
     said = [f"{best.job.name} on {best.cluster.name}: {duration(best.seconds)} a step; {after.job.name} on "

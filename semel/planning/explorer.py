@@ -20,7 +20,7 @@ from semel.planning.estimate import Estimate, estimate
 from semel.planning.job import Job
 from semel.planning.layout import Layout
 from semel.planning.options import Options
-from semel.planning.plan import HOUR, Plan, egress, measured, ranked, titled
+from semel.planning.plan import HOUR, Plan, bubbles, egress, measured, ranked, titled
 from semel.planning.space import PLACED, Shape, Space, divisors
 from semel.planning.units import text
 from semel.planning.workload import Infeasible, Workload, unchecked, workload
@@ -400,9 +400,8 @@ class _State:
     def simulated(self, found: Candidate) -> Plan | None:
         if found.key not in self._plans:
             try:
-                work = workload(self.space.cluster, self.space.job, found.layout)
-                plan = measured(self.space.cluster, self.space.job, found.layout, estimate(work, found.layout), work)
-                if plan.peak_memory > self.options.memory * plan.limit:
+                plan: Plan | None = measured(self.space.cluster, self.space.job, found.layout, causes=False)
+                if plan is not None and plan.peak_memory > self.options.memory * plan.limit:
                     plan = None  # the estimate saw less
             except ValueError:
                 plan = None
@@ -432,8 +431,9 @@ class _State:
                              f"{fastest.seconds:.4g} s ({fastest.title})", "time", 0.0, "raise limits.step_time")
         best = min(plan.value(self.options.objective) for plan in timely)
         bound = min(self.left, best)
-        plans = ranked(timely, self.options.objective, bound)
-        return Outcome(plans[: self.options.keep], bound, self.left >= best, self.nodes, len(self._plans),
+        plans = ranked(timely, self.options.objective, bound)[: self.options.keep]
+        plans = [replace(plan, bubble=bubbles(plan.trace())) for plan in plans]
+        return Outcome(plans, bound, self.left >= best, self.nodes, len(self._plans),
                        len(self.space.shapes), len(self.space.shapes) - len(self._shapes) + self.pruned)
 
 

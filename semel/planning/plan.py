@@ -6,19 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semel.planning.axes import Axes, split_layers
 from semel.planning.cluster import Cluster
 from semel.planning.compute import peak
+from semel.planning.estimate import estimate
 from semel.planning.job import Job, Recommender
 from semel.planning.layout import AXES, Layout, placement
 from semel.planning.schedules import Schedule, schedule
 from semel.planning.simulate import Trace, hints, simulate
 from semel.planning.workload import Workload, workload
-
-if TYPE_CHECKING:
-    from semel.planning.estimate import Estimate
 
 HOUR = 3600.0
 
@@ -122,28 +120,45 @@ def operations(layout: Layout, work: Workload) -> Schedule:
     return schedule(layout.schedule, work.stages, work.microbatches, layout.chunks, **looks)
 
 
-def measured(cluster: Cluster, job: Job, layout: Layout, estimate: Estimate, work: Workload | None = None) -> Plan:
-    """The plan of a layout, simulated by events. ValueError where the schedule does not take the layout's counts."""
-    work = workload(cluster, job, layout) if work is None else work
+def measured(cluster: Cluster, job: Job, layout: Layout, *, causes: bool = True) -> Plan:
+    """The plan of a layout, simulated by events.
+
+    ``causes``: also say where the bubble comes from, which takes two simulations more. Raises Infeasible where it does
+    not fit, ValueError where the schedule does not take the layout's counts.
+    """
+    work = workload(cluster, job, layout)
     trace = simulate(work, operations(layout, work))
     exposed: dict[str, dict[str, float]] = {}
-    for (axis, level), seconds in trace.exposed.items():
-        if seconds.mean() > 0:
-            exposed.setdefault(axis, {})[level] = float(seconds.mean())
-    bubble: dict[str, float] = {}
-    for cause, mean in trace.bubble.items():
-        name = cause if isinstance(cause, str) else "exposed communication"
-        bubble[name] = bubble.get(name, 0.0) + float(mean)
+    for (axis, level), waited in trace.exposed.items():
+        if waited.mean() > 0:
+            exposed.setdefault(axis, {})[level] = float(waited.mean())
     seconds = trace.seconds
     load = {level: float(share.max()) for level, share in trace.link_load.items()}
     traffic = {level: share * seconds * work.links[level] for level, share in load.items()}
     mean = {level: float(share.mean()) * seconds * work.links[level] for level, share in trace.link_load.items()}
     return Plan(
-        cluster, job, layout, seconds, trace.mfu, dollars(cluster, layout, seconds, mean), joules(cluster, layout,
-                                                                                                  seconds),
-        tuple(trace.peak_memory.tolist()), work.memory, exposed, bubble, traffic, load, work.microbatches,
-        estimate.seconds,
+        cluster, job, layout, seconds, trace.mfu, dollars(cluster, layout, seconds, mean),
+        joules(cluster, layout, seconds), tuple(trace.peak_memory.tolist()), work.memory, exposed,
+        bubbles(trace) if causes else {}, traffic, load, work.microbatches, estimate(work, layout).seconds,
         exact=trace.schedule.exact and not layout.compress)
+
+
+def seconds_of(cluster: Cluster, job: Job, layout: Layout) -> float | None:
+    """Of a step, simulated; None where the layout does not fit or its schedule finds no way."""
+    try:
+        work = workload(cluster, job, layout)
+        return simulate(work, operations(layout, work)).seconds
+    except ValueError:
+        return None
+
+
+def bubbles(trace: Trace) -> dict[str, float]:
+    """Cause -> mean seconds a device computes nothing; all exposed communication together."""
+    found: dict[str, float] = {}
+    for cause, mean in trace.bubble.items():
+        name = cause if isinstance(cause, str) else "exposed communication"
+        found[name] = found.get(name, 0.0) + float(mean)
+    return found
 
 
 def titled(layout: Layout, batch: int) -> str:

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from semel.planning.baselines import simulated
 from semel.planning.cluster import Cluster
 from semel.planning.explorer import explore, key_of
 from semel.planning.layout import Layout
 from semel.planning.options import Options
-from semel.planning.plan import Plan, crossing
+from semel.planning.plan import Plan, crossing, seconds_of
 from semel.planning.space import Shape, Space
-from semel.planning.workload import Infeasible
 
 MORE = 1.1
 DOUBT = (0.7, 1.3)
@@ -72,15 +70,8 @@ def _peaks(cluster: Cluster, name: str, factor: float) -> Cluster:
 
 
 def _saved(plan: Plan, cluster: Cluster) -> float:
-    seconds = _seconds(cluster, plan, plan.layout)
+    seconds = seconds_of(cluster, plan.job, plan.layout)
     return 0.0 if seconds is None else 1 - seconds / plan.seconds
-
-
-def _seconds(cluster: Cluster, plan: Plan, layout: Layout) -> float | None:
-    try:
-        return simulated(cluster, plan.job, layout).seconds
-    except Infeasible:
-        return None
 
 
 @dataclass(frozen=True)
@@ -112,22 +103,17 @@ def choices(plan: Plan, options: Options | None = None) -> list[Choice]:
     for level in space.cluster.levels[: space.spanned(shape.sizes)]:
         names = space.technologies(level.name)
         if len(names) > 1:
-            others.append((f"network of the {level.name} level", layout.network.get(level.name, names[0]), (
-                (name, replace(layout, network={**layout.network, level.name: name})) for name in names)))
+            chosen = layout.network.get(level.name, names[0])
+            others.append((f"network of the {level.name} level", chosen, [
+                (name, replace(layout, network={**layout.network, level.name: name})) for name in names]))
     found = []
     for what, chosen, some in others:
         best = min(((seconds, name) for name, other in some if key_of(other) != key_of(layout)
-                    and name != chosen and (seconds := _any_seconds(plan, other)) is not None), default=None)
+                    and name != chosen and (seconds := seconds_of(plan.cluster, plan.job, other)) is not None),
+                    default=None)
         if best is not None:
             found.append(Choice(what, chosen, best[1], best[0] / plan.seconds - 1))
     return sorted(found, key=lambda choice: (-choice.loss, choice.what))
-
-
-def _any_seconds(plan: Plan, layout: Layout) -> float | None:
-    try:
-        return simulated(plan.cluster, plan.job, layout).seconds
-    except ValueError:
-        return None
 
 
 def _schedule(layout: Layout) -> str:
@@ -161,9 +147,9 @@ def flips(plan: Plan, others: Sequence[Plan]) -> tuple[list[Flip], int]:
                 continue
             if moved.value(path) == plan.cluster.value(path):
                 continue
-            mine = _seconds(moved, plan, plan.layout)
+            mine = seconds_of(moved, plan.job, plan.layout)
             for other in compared[1:]:
-                theirs = _seconds(moved, other, other.layout)
+                theirs = seconds_of(moved, other.job, other.layout)
                 tried += 1
                 if mine is not None and theirs is not None and theirs < mine:
                     found.append(Flip(f"{plan.title} is faster than {other.name or other.title}", path, factor,
@@ -248,7 +234,7 @@ def _delayed(cluster: Cluster, factor: float) -> Cluster:
 
 def _winner(cluster: Cluster, pool: Sequence[Plan]) -> str:
     best = min(((seconds, number) for number, plan in enumerate(pool)
-                if (seconds := _seconds(cluster, plan, plan.layout)) is not None), default=(0.0, 0))
+                if (seconds := seconds_of(cluster, plan.job, plan.layout)) is not None), default=(0.0, 0))
     return family(cluster, pool[best[1]].layout)
 
 
@@ -278,7 +264,7 @@ def flip_map(plans: Sequence[Plan], usual: Plan | None, options: Options, *,
         for column, distance in enumerate(distances):
             there = cluster.change(f"levels.{name}.oversubscription", ratio).change(f"levels.{name}.distance", distance)
             best = explore(there, job, short, start=start).plans[0]
-            rule = None if usual is None else _seconds(there, usual, usual.layout)
+            rule = None if usual is None else seconds_of(there, usual.job, usual.layout)
             cells.append((family(there, best.layout), 0.0 if rule is None else 1 - best.seconds / rule,
                           f"{best.title}<br>{best.seconds:.4g} s"))
             if progress is not None:

@@ -75,8 +75,9 @@ class Space:
     def shapes(self) -> tuple[Shape, ...]:
         """All shapes whose counts divide."""
         microbatches = self.microbatch_sizes
-        recompute = (self.options.pinned["recompute"],) if "recompute" in self.options.pinned else self.options.recompute
-        if self.job.kind == "recommender" and "recompute" not in self.options.pinned:
+        pinned = self.options.pinned.get("recompute")
+        recompute = self.options.recompute if pinned is None else (pinned,)
+        if self.job.kind == "recommender" and pinned is None:
             recompute = recompute[:1]
         found = []
         for devices in self.devices:

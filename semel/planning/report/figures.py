@@ -32,7 +32,7 @@ def some_stages(count: int, most: int) -> list[int]:
 
 def timeline(name: str, trace: Trace) -> dict[str, Any]:
     """What the page's canvas draws: a lane of operations for each stage, and a thin one below it of its transfers."""
-    schedule, rows = trace.schedule, trace.transfer_rows
+    schedule, rows = trace.schedule, trace.records
     stages = schedule.devices
     longest = int(np.diff(schedule.offsets).max(initial=1))
     chosen = some_stages(stages, max(2, min(MOST_STAGES, MOST_OPERATIONS // longest)))
@@ -54,7 +54,7 @@ def timeline(name: str, trace: Trace) -> dict[str, Any]:
 
 
 def _transfer(trace: Trace, index: int) -> str:
-    one = trace.transfer_table[index]
+    one = trace.table[index]
     return f"{one.axis} {one.collective.replace('_', '-')}"
 
 

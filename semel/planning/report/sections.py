@@ -93,7 +93,7 @@ def _why(found: Explained) -> Section:
 
 def _row(name: str, plan: Plan) -> list[str]:
     exposed = sum(seconds for levels in plan.exposed.values() for seconds in levels.values())
-    bubble = sum(seconds for cause, seconds in plan.bubble.items() if cause != "exposed communication")
+    bubble = max(0.0, sum(seconds for cause, seconds in plan.bubble.items() if cause != "exposed communication"))
     return [name, duration(plan.seconds), f"{plan.mfu:.1%}", f"{plan.cost:.4g}", f"{plan.peak_memory / 1e9:.1f}",
             f"{bubble / plan.seconds:.1%}", f"{exposed / plan.seconds:.1%}", f"{plan.title}. {where(plan)}"]
 
