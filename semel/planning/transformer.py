@@ -18,13 +18,16 @@ from semel.planning.workload import Chunk, Infeasible, Transfer, Workload
 
 def transformer_workload(cluster: Cluster, job: Transformer, layout: Layout) -> Workload:
     """See ``workload.workload``; memory is not checked."""
-    microbatches = _fits(job, layout)
     axes = Axes.of(cluster, layout)
+    microbatches = _fits(job, layout)
     stages, count = layout.size("pp"), layout.size("pp") * layout.chunks
     where = placement(layout.schedule, stages, layout.chunks)
     units = axes.stage_units(stages, layout.devices)
     devices = [min((unit.device for unit in found), key=lambda device: peak(device, job.dtype)) for found in units]
-    layers = split_layers(job.layers, [peak(devices[stage], job.dtype) for stage in where])
+    speeds = {id(device): 1.0 for device in devices}
+    if len(speeds) > 1:
+        speeds = {id(device): 1.0 / layer_part(device, job, layout, job.experts > 0).forward for device in devices}
+    layers = split_layers(job.layers, [speeds[id(devices[stage])] for stage in where])
     builder = _Builder(job, layout, axes, fabric(cluster, layout.network))
     chunks: list[Chunk] = []
     first = 0

@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 from semel.planning import Level, Technology, load_cluster
 from semel.planning.axes import crossing
 from semel.planning.network import (
-    Fabric, Span, collision_share, go_back_n_share, hierarchical_all_reduce, pairwise_all_to_all, queue_pairs, rate,
-    ring_all_gather, ring_all_reduce, span, tree_all_reduce,
+    Fabric,
+    Span,
+    collision_share,
+    go_back_n_share,
+    hierarchical_all_reduce,
+    pairwise_all_to_all,
+    queue_pairs,
+    rate,
+    ring_all_gather,
+    ring_all_reduce,
+    span,
+    tree_all_reduce,
 )
 
 DEVICE = {"name": "toy", "peak": {"bf16": "100 Tflop/s"}, "memory": "16 GiB", "memory_bandwidth": "1 TB/s",
@@ -29,6 +39,9 @@ def tree(inner=8, outer=4, collective="hierarchical"):
     return load_cluster({"name": "tree", "device": DEVICE, "levels": [
         {"name": "host", "count": inner, "bandwidth": "100 GB/s", "latency": "1 us", "domain": True},
         {"name": "rack", "count": outer, "bandwidth": "10 GB/s", "latency": "10 us", "technologies": technologies}]})
+
+
+BUILDINGS = load_cluster("two-buildings-100km")
 
 
 def seconds(fabric, kind, group, size, **how):
@@ -173,7 +186,7 @@ def test_compression_on_one_level():
 @given(st.sampled_from(["ecmp", "deep-buffer", "spraying", "lossy", "lossy-selective", "optical"]), st.floats(1.0, 4.0),
        st.sampled_from(["bandwidth", "latency"]), st.floats(1e3, 1e9), st.sampled_from(["all_reduce", "all_to_all"]))
 def test_more_bandwidth_and_less_latency_never_slow_a_collective(technology, factor, what, size, kind):
-    cluster = load_cluster("two-buildings-100km")
+    cluster = BUILDINGS
     better = cluster.scaled(f"levels.campus.{what}", factor if what == "bandwidth" else 1 / factor)
     group = span(cluster, [(8, 1024)])
     before = seconds(Fabric.choose(cluster, {"campus": technology}), kind, group, size)
