@@ -32,8 +32,9 @@ def transformer_workload(cluster: Cluster, job: Transformer, layout: Layout) -> 
     chunks: list[Chunk] = []
     first = 0
     for index in range(count):
-        kinds = sum(1 for layer in range(first, first + layers[index]) if job.is_moe(layer))
-        first += layers[index]
+        after = first + layers[index]
+        kinds = max(0, after - max(first, job.dense_layers)) if job.experts else 0
+        first = after
         hop = axes.boundary(where[index], where[index + 1]) if index + 1 < count else None
         chunks.append(builder.chunk(devices[where[index]], layers[index] - kinds, kinds, index == 0, index == count - 1,
                                     hop, index + 1 < count and where[index] != where[index + 1]))
@@ -149,7 +150,13 @@ class _Builder:
               hidden: bool | None = None, **how: Any) -> list[Transfer]:
         if group.n <= 1 or count <= 0 or size <= 0:
             return []
-        latency, loads = self.fabric.collective(collective, group, size, patterns=self.patterns, **how)
+        key = (collective, group, size, how.get("skew"), tuple(sorted((how.get("ratio") or {}).items())))
+        found = None if self.patterns else self.fabric.known.get(key)
+        if found is None:
+            found = self.fabric.collective(collective, group, size, patterns=self.patterns, **how)
+            if not self.patterns and len(self.fabric.known) < 100_000:
+                self.fabric.known[key] = found
+        latency, loads = found
         beside = axis in self.layout.overlap if hidden is None else hidden
         return [Transfer(axis, collective, size, latency, loads, phase, beside, count)]
 

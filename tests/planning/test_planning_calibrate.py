@@ -86,11 +86,13 @@ def trace(on_device):
     events = []
     for index, (m, k, n) in enumerate([(4096, 4096, 4096), (8192, 4096, 4096)]):
         args = {"External id": index, "Input Dims": [[m, k], [k, n]], "Input type": ["c10::BFloat16"] * 2}
-        events.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "dur": 900.0 if on_device else 300.0, "args": args})
+        dur = 900.0 if on_device else 300.0
+        events.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "dur": dur, "args": args})
         if on_device:
             events.append({"ph": "X", "cat": "kernel", "name": "gemm", "dur": 300.0, "args": {"External id": index}})
     events.append({"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "dur": 500.0, "args": {
-        "External id": 9, "Collective name": "allreduce", "In msg nelems": 1_000_000, "dtype": "BFloat16", "Group size": 8}})
+        "External id": 9, "Collective name": "allreduce", "In msg nelems": 1_000_000, "dtype": "BFloat16",
+        "Group size": 8}})
     if on_device:
         events.append({"ph": "X", "cat": "kernel", "name": "nccl", "dur": 200.0, "args": {"External id": 9}})
     events.append({"ph": "M", "name": "process_name"})

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from semel.planning import Chunk, Layout, Transfer, Workload, estimate, load_cluster, load_job
 from semel.planning.workload import unchecked
 
-F, I, W = 1.0, 1.5, 0.75
+F, B, W = 1.0, 1.5, 0.75  # seconds of a forward, a backward for the input, one for the weight
 
 
 def uniform(stages, microbatches, chunks=1, send=0.0, latency=0.0, transfers=()):
     """A workload of equal virtual stages, with ``send`` bytes on a link of 1 byte/s between them."""
     count = stages * chunks
     hop = Transfer("pp", "send", send, latency, (("net", send),) if send else (), "forward", True)
-    inner = Chunk(F / chunks, I / chunks, W / chunks, tuple(transfers), hop if send or latency else None, 1, 1, 1, 1, 0)
+    inner = Chunk(F / chunks, B / chunks, W / chunks, tuple(transfers), hop if send or latency else None, 1, 1, 1, 1, 0)
     return Workload((*[inner] * (count - 1), replace(inner, send=None)), stages, stages, microbatches,
                     {"net": 1.0, "host": 10.0}, 1e12, 1.0, 1.0)
 
@@ -27,24 +27,24 @@ def seconds(work, **layout):
 
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 2), (8, 32, 4), (2, 2, 2), (16, 64, 1)])
 def test_bubbles_are_the_textbook_s(p, m, v):
-    t = F + I + W
+    t = F + B + W
     assert seconds(uniform(p, m), schedule="1f1b") == pytest.approx((m + p - 1) * t)
     assert seconds(uniform(p, m), schedule="gpipe") == pytest.approx((m + p - 1) * t)
     if v > 1:
         assert seconds(uniform(p, m, v), schedule="interleaved", chunks=v) == pytest.approx(m * t + (p - 1) * t / v)
-    assert seconds(uniform(p, m), schedule="zb_h1") == pytest.approx(m * t + (p - 1) * (F + I - W))
+    assert seconds(uniform(p, m), schedule="zb_h1") == pytest.approx(m * t + (p - 1) * (F + B - W))
     idle = seconds(uniform(p, m, 2), schedule="dualpipe_v", chunks=2) - m * t
-    assert idle == pytest.approx((p - 1) * (F + (I + W) + (I + W) - 3 * W) / 2)  # of chunks, half as long
+    assert idle == pytest.approx((p - 1) * (F + 2 * (B + W) - 3 * W) / 2)  # of chunks, half as long
 
 
 def test_one_stage_is_its_work():
-    assert seconds(uniform(1, 5)) == pytest.approx(5 * (F + I + W))
+    assert seconds(uniform(1, 5)) == pytest.approx(5 * (F + B + W))
 
 
 def test_a_round_trip_that_nothing_hides():
     """1F1B has p micro-batches under way at its first stage: a hop of s costs each of them 2 (p - 1) s / p."""
     p, m, s = 4, 64, 0.5
-    t = F + I + W
+    t = F + B + W
     work = uniform(p, m, send=0.0, latency=s)
     period = t + 2 * (p - 1) * s / p
     assert seconds(work) == pytest.approx(m * period + (p - 1) * t + 2 * (p - 1) * s)
@@ -67,10 +67,10 @@ def test_transfers_in_line_add_and_beside_hide():
 def test_transfers_once_a_step():
     reduce = Transfer("dp", "all_reduce", 1.0, 0.0, (("net", 5.0),), "end", False)
     work = uniform(1, 4, transfers=[reduce])
-    assert estimate(work, Layout({})).seconds == pytest.approx(4 * (F + I + W) + 5.0)
-    assert estimate(work, Layout({}, schedule="local")).seconds == pytest.approx(4 * (F + I + W) + 5.0 / 50)
+    assert estimate(work, Layout({})).seconds == pytest.approx(4 * (F + B + W) + 5.0)
+    assert estimate(work, Layout({}, schedule="local")).seconds == pytest.approx(4 * (F + B + W) + 5.0 / 50)
     hidden = uniform(1, 4, transfers=[replace(reduce, hidden=True)])
-    assert estimate(hidden, Layout({})).seconds == pytest.approx(4 * (F + I + W) + 5.0 - (I + W))
+    assert estimate(hidden, Layout({})).seconds == pytest.approx(4 * (F + B + W) + 5.0 - (B + W))
 
 
 def test_parts_sum_to_the_whole():
@@ -95,7 +95,8 @@ PATHS = st.sampled_from(["levels.campus.bandwidth", "levels.building.bandwidth",
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(LAYOUTS, PATHS, st.floats(1.0, 3.0), st.sampled_from([("tp", "cp", "fsdp", "dp", "pp"), ("tp", "pp", "cp", "fsdp", "dp")]))
+@given(LAYOUTS, PATHS, st.floats(1.0, 3.0),
+       st.sampled_from([("tp", "cp", "fsdp", "dp", "pp"), ("tp", "pp", "cp", "fsdp", "dp")]))
 def test_faster_parts_never_make_a_step_slower(chosen, path, factor, order):
     """Promise 9 of the estimate, and its lower bound below it."""
     sizes, schedule, chunks = chosen
@@ -120,10 +121,10 @@ def test_longer_and_thinner_links_never_make_a_step_faster(path):
 
 
 def test_two_buildings_by_hand():
-    """Data parallelism across two buildings, nothing else: compute, then two rings of gradients of which each device has
+    """Data parallelism across two buildings, nothing else: compute, then rings of gradients of which each device has
     half, over its share of the thin link."""
-    device = {"name": "d", "peak": {"bf16": "100 Tflop/s"}, "memory": "64 GiB", "memory_bandwidth": "1 PB/s", "matmul": 0.5,
-              "attention": 0.5, "vector": 1.0, "kernel": "0 us", "reserved": "0 B"}
+    device = {"name": "d", "peak": {"bf16": "100 Tflop/s"}, "memory": "64 GiB", "memory_bandwidth": "1 PB/s",
+              "matmul": 0.5, "attention": 0.5, "vector": 1.0, "kernel": "0 us", "reserved": "0 B"}
     cluster = load_cluster({"name": "two", "device": device, "levels": [
         {"name": "host", "count": 2, "bandwidth": "100 GB/s", "latency": "0 us", "domain": True},
         {"name": "campus", "count": 2, "bandwidth": "1 GB/s", "latency": "1 ms", "oversubscription": 4.0}]})

@@ -52,8 +52,8 @@ def layout_of(name, recompute="none", sequence_parallel=False):
 
 
 def layers_only(name, recompute, sequence_parallel):
-    """Activations of the most loaded stage without embedding and head, as the figures count them: those of an inner chunk
-    times what stage 0 has in flight."""
+    """Activations of the most loaded stage without embedding and head, as the figures count them: those of an inner
+    chunk times what stage 0 has in flight."""
     job, layout = layout_of(name, recompute, sequence_parallel)
     work = unchecked(load_cluster("selene"), job, layout)
     count = sum(in_flight(layout.schedule, work.stages, work.microbatches, layout.chunks, 0))
@@ -74,8 +74,8 @@ def test_published_activations(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_published_savings(name):
     base = layers_only(name, "none", False)
-    for (recompute, parallel), percent in zip([("none", True), ("selective", False), ("selective", True)], FIGURE_7[name],
-                                              strict=True):
+    kinds = [("none", True), ("selective", False), ("selective", True)]
+    for (recompute, parallel), percent in zip(kinds, FIGURE_7[name], strict=True):
         assert 100 * layers_only(name, recompute, parallel) / base == pytest.approx(percent, rel=0.015)
 
 
@@ -152,7 +152,8 @@ def test_more_memory_never_refuses_what_fitted():
 
 
 @pytest.mark.parametrize(("sizes", "said"), [
-    ({"tp": 3}, "does not divide 128 heads"), ({"pp": 200}, "are more than 126 layers"), ({"ep": 2, "dp": 2}, "experts"),
+    ({"tp": 3}, "does not divide 128 heads"), ({"pp": 200}, "are more than 126 layers"),
+    ({"ep": 2, "dp": 2}, "experts"),
     ({"dp": 3}, "a batch of 2048 does not divide"), ({"dp": 1 << 20}, "devices"), ({"moon": 2}, "unknown axis 'moon'"),
     ({"table": 2}, "no tables"), ({"cp": 3}, "cp = 3"), ({"dp": 0}, "at least 1"),
 ])

@@ -78,7 +78,8 @@ def test_hierarchical_all_reduce_moves_its_bytes_level_by_level(inner, outer, si
     latency, loads = fabric.collective("all_reduce", span(cluster, [(1, inner * outer)]), size)
     loads = dict(loads)
     in_turn = latency + loads["host"] / 100e9 + loads["rack"] / 10e9
-    assert in_turn == pytest.approx(hierarchical_all_reduce(outer, inner, size, (1e-6, 100e9), (10e-6, 10e9)), rel=1e-12)
+    closed = hierarchical_all_reduce(outer, inner, size, (1e-6, 100e9), (10e-6, 10e9))
+    assert in_turn == pytest.approx(closed, rel=1e-12)
 
 
 def test_in_network_reduction_halves_what_is_sent():
@@ -198,7 +199,7 @@ def test_groups_over_the_tree():
     cluster = load_cluster("meta-region-16k")  # hosts of 8, racks of 16, zones of 1,024, buildings of 4,096 and 2,048
     assert span(cluster, [(1, 8)]).factors == (8, 1, 1, 1, 1)
     assert span(cluster, [(8, 16)]).factors == (1, 2, 8, 1, 1)
-    assert span(cluster, [(128, 128)]).factors == (1, 1, 8, 2, 5)  # 8 replicas a zone, the smallest building has 2 zones
+    assert span(cluster, [(128, 128)]).factors == (1, 1, 8, 2, 5)  # the smallest building has 2 zones
     assert span(cluster, [(1, 8), (128, 8)]).factors == (8, 1, 8, 1, 1)
     assert span(cluster, [(1, 12)]).factors == (8, 1, 1, 1, 2)  # some group of 12 straddles two buildings
     assert span(cluster, [(4096, 2)]).top == 4

@@ -54,8 +54,9 @@ def test_the_calibration_in_the_library_is_the_fit(names, device):
 
 def test_a_measurement_file_of_one_s_own(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text('description = "mine"\ndevice = "h100"\n[[rows]]\nname = "a"\nsource = "NVIDIA"\ncluster = "host-h100"\n'
-                    'seconds = 3.0\njob = { like = "llama3-8b", batch = 16 }\nlayout = { fsdp = 8, microbatch = 1 }\n')
+    path.write_text('description = "mine"\ndevice = "h100"\n[[rows]]\nname = "a"\nsource = "NVIDIA"\n'
+                    'cluster = "host-h100"\nseconds = 3.0\n'
+                    'job = { like = "llama3-8b", batch = 16 }\nlayout = { fsdp = 8, microbatch = 1 }\n')
     found = validate([str(path)])
     assert len(found.rows) == 1
     assert found.rows[0].error == found.rows[0].seconds / 3.0 - 1
