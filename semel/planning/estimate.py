@@ -53,7 +53,8 @@ class _Times:
     start_hidden: bool
     end_hidden: bool
     send: float
-    latency: float
+    loads: list[tuple[str, float, float]]
+    """(link, bytes a micro-batch, bytes a step)."""
 
 
 def alone(transfer: Transfer, links: Mapping[str, float]) -> tuple[float, str]:
@@ -79,37 +80,78 @@ def estimate(work: Workload, layout: Layout) -> Estimate:
     where = placement(layout.schedule, p, v)
     known: dict[int, _Times] = {}
     times: list[_Times] = []
-    for chunk in work.chunks:
+    held: list[list[int]] = [[] for _ in range(p)]
+    for index, chunk in enumerate(work.chunks):
         found = known.get(id(chunk))
         if found is None:
             found = known[id(chunk)] = _times(chunk, work.links, layout.schedule in SPLIT)
         times.append(found)
-    busy, least = [0.0] * p, [0.0] * p
-    for device, each in zip(where, times, strict=True):
-        busy[device] += each.forward + each.backward
-        least[device] += each.least_forward + each.least_backward
-    slowest = max(range(p), key=busy.__getitem__)
-    period = max(busy[slowest], _round_trip(times, layout, p, m, v, where))
-    fill = _fill(times, layout.schedule, p, slowest)
-    start, end, updates = _ends(work, layout, times, where, p)
-    pipeline = fill + m * period
-    seconds = start + pipeline + end + updates
-    lower = _lower(times, layout.schedule, where, p, m, least)
-    lower = max(lower, _link_bound(work, layout, where))
+        held[where[index]].append(index)
+    kinds: dict[tuple[int, ...], _Device] = {}  # inner devices are alike
+    devices: list[_Device] = []
+    for indices in held:
+        key = tuple(id(work.chunks[index]) for index in indices)
+        if key not in kinds:
+            kinds[key] = _device(work, layout, times, indices)
+        devices.append(kinds[key])
+    slowest = max(range(p), key=lambda device: devices[device].busy)
+    busiest = devices[slowest]
+    period = max(busiest.busy, _round_trip(times, layout, p, m, v, where))
+    start = max(device.start for device in kinds.values())
+    end = max(device.end for device in kinds.values())
+    updates = max(device.update for device in kinds.values())
+    seconds = start + _fill(times, layout.schedule, p, slowest) + m * period + end + updates
+    lower = max(_lower(times, layout.schedule, where, p, m, devices), max(device.links for device in kinds.values()))
     exposed: dict[tuple[str, str], float] = {}
-    for device, each in zip(where, times, strict=True):
-        if device == slowest:
-            for key, value in each.exposed.items():
-                exposed[key] = exposed.get(key, 0.0) + m * value
-    for share, seconds_of in ((start, "start"), (end, "end")):
-        if share > 0:
-            for key, part in _shares(work, layout, seconds_of).items():
-                exposed[key] = exposed.get(key, 0.0) + share * part
-    compute = m * sum(chunk.forward + chunk.backward_input + chunk.backward_weight
-                      for chunk, device in zip(work.chunks, where, strict=True) if device == slowest) + updates
-    bubble = seconds - compute - sum(exposed.values())
-    return Estimate(seconds, min(lower, seconds), compute, max(0.0, bubble), exposed, by_stage(work, layout),
-                    work.flops / (seconds * work.peak_flops) if seconds else 0.0)
+    for index in held[slowest]:
+        for key_of, value in times[index].exposed.items():
+            exposed[key_of] = exposed.get(key_of, 0.0) + m * value
+    for shown, phase in ((start, "start"), (end, "end")):
+        if shown > 0:
+            for key_of, part in _shares(work, phase).items():
+                exposed[key_of] = exposed.get(key_of, 0.0) + shown * part
+    compute = m * busiest.compute + updates
+    return Estimate(seconds, min(lower, seconds), compute, max(0.0, seconds - compute - sum(exposed.values())), exposed,
+                    by_stage(work, layout), work.flops / (seconds * work.peak_flops) if seconds else 0.0)
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A device of the pipeline: seconds of one micro-batch over all its chunks, and of what is once a step."""
+
+    busy: float
+    least: float
+    late: float
+    """Of ``least``, what a split schedule may defer."""
+    compute: float
+    start: float
+    end: float
+    update: float
+    links: float
+    """Bytes of a step over the rate of its busiest link."""
+
+
+def _device(work: Workload, layout: Layout, times: list[_Times], indices: list[int]) -> _Device:
+    mine, chunks = [times[index] for index in indices], [work.chunks[index] for index in indices]
+    start, end = sum(each.start for each in mine), sum(each.end for each in mine)
+    once = 1.0
+    if layout.schedule == "local":
+        once = 1.0 / LOCAL_STEPS
+        start, end = start * once, end * once
+    if all(each.start_hidden for each in mine):  # beside one micro-batch
+        start = max(0.0, start - sum(each.forward for each in mine))
+    if all(each.end_hidden for each in mine):
+        end = max(0.0, end - sum(each.backward for each in mine))
+    loads: dict[str, float] = {}
+    for each in mine:
+        for name, often, once_a_step in each.loads:
+            loads[name] = loads.get(name, 0.0) + often * work.microbatches + once_a_step * once
+    return _Device(
+        sum(each.forward + each.backward for each in mine),
+        sum(each.least_forward + each.least_backward for each in mine), sum(each.least_weight for each in mine),
+        sum(chunk.forward + chunk.backward_input + chunk.backward_weight for chunk in chunks), start, end,
+        sum(chunk.update for chunk in chunks),
+        max((size / work.links[name] for name, size in loads.items()), default=0.0))
 
 
 def _times(chunk: Chunk, links: Mapping[str, float], split: bool) -> _Times:
@@ -145,13 +187,17 @@ def _times(chunk: Chunk, links: Mapping[str, float], split: bool) -> _Times:
     weight = chunk.backward_weight + line["weight"]
     least_forward = chunk.forward + line["forward"]
     least_backward = chunk.backward_input + line["backward"] + weight
-    send = latency = 0.0
-    if chunk.send is not None:
-        send, _ = alone(chunk.send, links)
-        latency = chunk.send.latency
+    send = alone(chunk.send, links)[0] if chunk.send is not None else 0.0
+    often: dict[str, float] = {}
+    once: dict[str, float] = {}
+    for transfer in chunk.transfers:
+        into = once if transfer.phase in ("start", "end") else often
+        for name, size in transfer.loads:
+            into[name] = into.get(name, 0.0) + size * transfer.count
     return _Times(least_forward + over["forward"], least_backward + over["backward"], weight if split else 0.0,
                   least_forward, least_backward, weight if split else 0.0, exposed, start, end, start_hidden,
-                  end_hidden, send, latency)
+                  end_hidden, send,
+                  [(name, often.get(name, 0.0), once.get(name, 0.0)) for name in {**often, **once}])
 
 
 def _round_trip(times: list[_Times], layout: Layout, p: int, m: int, v: int, where: tuple[int, ...]) -> float:
@@ -189,29 +235,7 @@ def _fill(times: list[_Times], schedule: str, p: int, slowest: int) -> float:
     return max(0.0, idle) + hops
 
 
-def _ends(work: Workload, layout: Layout, times: list[_Times], where: tuple[int, ...],
-          p: int) -> tuple[float, float, float]:
-    """(start, end, optimizer): seconds that transfers once a step add, where they may hide behind one micro-batch."""
-    start, end, update = [0.0] * p, [0.0] * p, [0.0] * p
-    forward, backward = [0.0] * p, [0.0] * p
-    start_beside, end_beside = [True] * p, [True] * p
-    for chunk, device, each in zip(work.chunks, where, times, strict=True):
-        start[device] += each.start
-        end[device] += each.end
-        update[device] += chunk.update
-        forward[device] += each.forward
-        backward[device] += each.backward
-        start_beside[device] &= each.start_hidden
-        end_beside[device] &= each.end_hidden
-    if layout.schedule == "local":
-        end = [seconds / LOCAL_STEPS for seconds in end]
-        start = [seconds / LOCAL_STEPS for seconds in start]
-    shown_start = max(max(0.0, start[d] - forward[d]) if start_beside[d] else start[d] for d in range(p))
-    shown_end = max(max(0.0, end[d] - backward[d]) if end_beside[d] else end[d] for d in range(p))
-    return shown_start, shown_end, max(update)
-
-
-def _shares(work: Workload, layout: Layout, phase: str) -> dict[tuple[str, str], float]:
+def _shares(work: Workload, phase: str) -> dict[tuple[str, str], float]:
     """(axis, level) -> share of the seconds of transfers of ``phase``, of all chunks."""
     parts: dict[tuple[str, str], float] = {}
     for chunk in {id(each): each for each in work.chunks}.values():
@@ -223,40 +247,14 @@ def _shares(work: Workload, layout: Layout, phase: str) -> dict[tuple[str, str],
     return {key: value / total for key, value in parts.items()} if total else {}
 
 
-def _lower(times: list[_Times], schedule: str, where: tuple[int, ...], p: int, m: int, least: list[float]) -> float:
+def _lower(times: list[_Times], schedule: str, where: tuple[int, ...], p: int, m: int, devices: list[_Device]) -> float:
     """Over devices: the way to its first chunk, all its work, and the way back from there of the last micro-batch."""
     longest, to, back = 0.0, 0.0, 0.0
-    seen: set[int] = set()
-    late = [0.0] * p
-    if schedule in SPLIT:
-        for device, each in zip(where, times, strict=True):
-            late[device] += each.least_weight
-    for index, device in enumerate(where):
-        each = times[index]
-        if device not in seen:
-            seen.add(device)
-            deferred = m * late[device]
-            longest = max(longest, to + m * least[device], to + m * least[device] - deferred + back)
-        if len(seen) == p:
-            break
+    split = schedule in SPLIT
+    for each, device in zip(times[:p], where[:p], strict=True):  # the first p chunks lie on the p devices, in order
+        mine = devices[device]
+        after = m * mine.least - (m * mine.late if split else 0.0)
+        longest = max(longest, to + m * mine.least, to + after + back)
         to += each.least_forward + each.send
         back += each.least_backward - each.least_weight + each.send
     return longest
-
-
-def _link_bound(work: Workload, layout: Layout, where: tuple[int, ...]) -> float:
-    """Over devices and links: bytes of a step over the rate."""
-    loads: dict[tuple[int, str], float] = {}
-    kinds: dict[int, dict[str, float]] = {}
-    once = 1.0 / LOCAL_STEPS if layout.schedule == "local" else 1.0
-    for chunk, device in zip(work.chunks, where, strict=True):
-        found = kinds.get(id(chunk))
-        if found is None:
-            found = kinds[id(chunk)] = {}
-            for transfer in chunk.transfers:
-                times = once if transfer.phase in ("start", "end") else work.microbatches
-                for name, size in transfer.loads:
-                    found[name] = found.get(name, 0.0) + size * transfer.count * times
-        for name, size in found.items():
-            loads[device, name] = loads.get((device, name), 0.0) + size
-    return max((size / work.links[name] for (_, name), size in loads.items()), default=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from semel.planning.layout import Layout, placement
@@ -46,6 +47,7 @@ class Operation(Protocol):
     def chunk(self) -> int: ...
 
 
+@lru_cache(maxsize=100_000)
 def in_flight(schedule: str, stages: int, microbatches: int, chunks: int, device: int) -> tuple[int, ...]:
     """Micro-batches whose activations ``device`` holds at once, for each of its chunks in model order.
 
@@ -79,14 +81,18 @@ def by_stage(work: Workload, layout: Layout) -> tuple[Memory, ...]:
     for index, device in enumerate(where):
         mine[device].append(index)
     found = []
+    known: dict[tuple, Memory] = {}  # inner stages are alike
     for device, held in enumerate(mine):
         counts = in_flight(layout.schedule, work.stages, work.microbatches, layout.chunks, device)
         chunks = [work.chunks[index] for index in held]
-        found.append(Memory(
-            sum(chunk.weights for chunk in chunks), sum(chunk.gradients for chunk in chunks),
-            sum(chunk.optimizer for chunk in chunks),
-            sum(chunk.activation * n for chunk, n in zip(chunks, counts, strict=True)),
-            max(chunk.peak for chunk in chunks)))
+        key = (counts, *map(id, chunks))
+        if key not in known:
+            known[key] = Memory(
+                sum(chunk.weights for chunk in chunks), sum(chunk.gradients for chunk in chunks),
+                sum(chunk.optimizer for chunk in chunks),
+                sum(chunk.activation * n for chunk, n in zip(chunks, counts, strict=True)),
+                max(chunk.peak for chunk in chunks))
+        found.append(known[key])
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from semel.planning.cluster import Cluster, Level, Technology
@@ -159,6 +159,8 @@ class Fabric:
     technologies: tuple[Technology, ...]
     links: Mapping[str, float]
     """Level -> bytes/s a device."""
+    known: dict[tuple, tuple[float, Loads]] = field(default_factory=dict, repr=False, compare=False)
+    """What was asked before: a search asks for the same collectives again and again."""
 
     @classmethod
     def of(cls, cluster: Cluster, layout: Layout) -> Fabric:

@@ -18,19 +18,23 @@ from semel.planning.workload import Chunk, Infeasible, Transfer, Workload
 
 def transformer_workload(cluster: Cluster, job: Transformer, layout: Layout) -> Workload:
     """See ``workload.workload``; memory is not checked."""
-    microbatches = _fits(job, layout)
     axes = Axes.of(cluster, layout)
+    microbatches = _fits(job, layout)
     stages, count = layout.size("pp"), layout.size("pp") * layout.chunks
     where = placement(layout.schedule, stages, layout.chunks)
     units = axes.stage_units(stages, layout.devices)
     devices = [min((unit.device for unit in found), key=lambda device: peak(device, job.dtype)) for found in units]
-    layers = split_layers(job.layers, [peak(devices[stage], job.dtype) for stage in where])
+    speeds = {id(device): 1.0 for device in devices}
+    if len(speeds) > 1:
+        speeds = {id(device): 1.0 / layer_part(device, job, layout, job.experts > 0).forward for device in devices}
+    layers = split_layers(job.layers, [speeds[id(devices[stage])] for stage in where])
     builder = _Builder(job, layout, axes, fabric(cluster, layout.network))
     chunks: list[Chunk] = []
     first = 0
     for index in range(count):
-        kinds = sum(1 for layer in range(first, first + layers[index]) if job.is_moe(layer))
-        first += layers[index]
+        after = first + layers[index]
+        kinds = max(0, after - max(first, job.dense_layers)) if job.experts else 0
+        first = after
         hop = axes.boundary(where[index], where[index + 1]) if index + 1 < count else None
         chunks.append(builder.chunk(devices[where[index]], layers[index] - kinds, kinds, index == 0, index == count - 1,
                                     hop, index + 1 < count and where[index] != where[index + 1]))
@@ -146,7 +150,13 @@ class _Builder:
               hidden: bool | None = None, **how: Any) -> list[Transfer]:
         if group.n <= 1 or count <= 0 or size <= 0:
             return []
-        latency, loads = self.fabric.collective(collective, group, size, patterns=self.patterns, **how)
+        key = (collective, group, size, how.get("skew"), tuple(sorted((how.get("ratio") or {}).items())))
+        found = None if self.patterns else self.fabric.known.get(key)
+        if found is None:
+            found = self.fabric.collective(collective, group, size, patterns=self.patterns, **how)
+            if not self.patterns and len(self.fabric.known) < 100_000:
+                self.fabric.known[key] = found
+        latency, loads = found
         beside = axis in self.layout.overlap if hidden is None else hidden
         return [Transfer(axis, collective, size, latency, loads, phase, beside, count)]
 

@@ -24,15 +24,17 @@ def cluster(**changed):
 
 
 @pytest.mark.parametrize(("written", "kind", "value"), [
-    ("400 Gbit/s", "bandwidth", 50e9), ("50GB/s", "bandwidth", 50e9), ("80 GiB", "size", 80 * 2**30), ("5 us", "time", 5e-6),
-    ("989 Tflop/s", "rate", 989e12), ("40 km", "distance", 40e3), ("0.02 $/GB", "egress", 2e-11), ("1_000 B", "size", 1e3),
+    ("400 Gbit/s", "bandwidth", 50e9), ("50GB/s", "bandwidth", 50e9), ("80 GiB", "size", 80 * 2**30),
+    ("5 us", "time", 5e-6), ("989 Tflop/s", "rate", 989e12), ("40 km", "distance", 40e3),
+    ("0.02 $/GB", "egress", 2e-11), ("1_000 B", "size", 1e3),
 ])
 def test_units(written, kind, value):
     assert parse(written, kind) == pytest.approx(value, rel=1e-12)
 
 
 @pytest.mark.parametrize(("written", "kind", "said"), [
-    (400, "bandwidth", "has no unit"), ("400", "bandwidth", "has no unit"), ("400 Gb", "bandwidth", "unknown unit 'Gb'"),
+    (400, "bandwidth", "has no unit"), ("400", "bandwidth", "has no unit"),
+    ("400 Gb", "bandwidth", "unknown unit 'Gb'"),
     ("80 gib", "size", "did you mean 'GiB'"), ("-1 s", "time", "negative"), ("fast", "bandwidth", "is no bandwidth"),
     (True, "size", "expected a size"),
 ])
@@ -52,7 +54,8 @@ def test_text_reads_back(kind, value):
     ({"levels": [{"name": "host", "count": 8, "bandwith": "1 GB/s", "latency": "1 us"}]}, "did you mean 'bandwidth'"),
     ({"levels": [{"name": "host", "count": 8, "bandwidth": "1 GB/s", "latency": "1 us", "sharng": "unit"}]},
      "levels.host.sharng: unknown field; did you mean 'sharing'"),
-    ({"levels": [{"name": "host", "count": 8, "bandwidth": "1 GB/s", "latency": 5}]}, "levels.host.latency: 5 has no unit"),
+    ({"levels": [{"name": "host", "count": 8, "bandwidth": "1 GB/s", "latency": 5}]},
+     "levels.host.latency: 5 has no unit"),
     ({"levels": [{"name": "host", "count": 0, "bandwidth": "1 GB/s", "latency": "1 us"}]}, "must be at least 1"),
     ({"levels": []}, "at least one [[levels]]"),
     ({"devices": 30}, "says 30, but the levels give 8 x 4 = 32"),
@@ -70,9 +73,9 @@ def test_a_wrong_cluster_is_one_clear_error(wrong, said):
 
 @pytest.mark.parametrize(("wrong", "said"), [
     ({"heads": 7}, "7 heads do not divide width 4096"), ({"kv_heads": 5}, "kv_heads"), ({"experts": 8}, "top_k"),
-    ({"top_k": 2}, "experts is not"), ({"layer": 3}, "did you mean 'layers'"), ({"dtype": "bf61"}, "did you mean 'bf16'"),
-    ({"layers": "many"}, "expected a whole number"), ({"dense_layers": 99}, "dense_layers"), ({"tied": 1}, "true or false"),
-    ({"batch": 0}, "at least 1"),
+    ({"top_k": 2}, "experts is not"), ({"layer": 3}, "did you mean 'layers'"),
+    ({"dtype": "bf61"}, "did you mean 'bf16'"), ({"layers": "many"}, "expected a whole number"),
+    ({"dense_layers": 99}, "dense_layers"), ({"tied": 1}, "true or false"), ({"batch": 0}, "at least 1"),
 ])
 def test_a_wrong_job_is_one_clear_error(wrong, said):
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -101,7 +104,8 @@ def test_unequal_units_and_other_devices():
     levels = [{"name": "host", "count": 8, "bandwidth": "450 GB/s", "latency": "1 us"},
               {"name": "building", "count": 4, "bandwidth": "50 GB/s", "latency": "5 us"},
               {"name": "region", "count": 3, "bandwidth": "5 GB/s", "latency": "50 us"}]
-    found = load_cluster(cluster(levels=levels, units=[{"devices": 32, "repeat": 2}, {"devices": 16, "device": "a100-80"}]))
+    units = [{"devices": 32, "repeat": 2}, {"devices": 16, "device": "a100-80"}]
+    found = load_cluster(cluster(levels=levels, units=units))
     assert [unit.devices for unit in found.units] == [32, 32, 16]
     assert found.devices == 80
     assert found.sizes == (8, 16, 80)
@@ -111,7 +115,8 @@ def test_unequal_units_and_other_devices():
 def test_scaling_one_coefficient():
     found = load_cluster("selene")
     assert found.scaled("levels.fabric.bandwidth", 2.0).level("fabric").bandwidth == 50e9
-    assert found.scaled("levels.unit.technologies.infiniband.efficiency", 2.0).level("unit").technology().efficiency == 1.0
+    better = found.scaled("levels.unit.technologies.infiniband.efficiency", 2.0)
+    assert better.level("unit").technology().efficiency == 1.0
     assert found.scaled("devices.a100-80.peak.bf16", 0.5).device.peak["bf16"] == 156e12
     with pytest.raises(KeyError, match="no level 'moon'"):
         found.scaled("levels.moon.bandwidth", 2.0)
@@ -120,9 +125,10 @@ def test_scaling_one_coefficient():
     assert "levels.unit.latency" in found.assumed
 
 
-COEFFICIENTS = {"bandwidth", "latency", "oversubscription", "loss", "distance", "messages", "egress", "memory", "efficiency",
-                "memory_bandwidth", "matmul", "attention", "vector", "kernel", "reserved", "power", "price", "reached", "paths",
-                "queue_pairs", "most_queue_pairs", "segment", "outstanding", "buffer", "concurrent", "reconfiguration"}
+COEFFICIENTS = {"bandwidth", "latency", "oversubscription", "loss", "distance", "messages", "egress", "memory",
+                "efficiency", "memory_bandwidth", "matmul", "attention", "vector", "kernel", "reserved", "power",
+                "price", "reached", "paths", "queue_pairs", "most_queue_pairs", "segment", "outstanding", "buffer",
+                "concurrent", "reconfiguration"}
 
 
 def _bare(data, path=""):
@@ -163,7 +169,8 @@ def test_every_ready_file_loads_and_says_what_it_is():
     for kind, wanted in {
         "devices": {"h100", "h200", "b200", "gb200", "a100-80", "mi300x"},
         "jobs": {"llama3-8b", "llama3-70b", "llama3-405b", "gpt3-175b", "deepseek-v3", "hstu-ranker", "dlrm"},
-        "clusters": {"selene", "meta-region", "two-buildings-10km", "two-buildings-100km", "three-regions", "cloud-zones"},
+        "clusters": {"selene", "meta-region", "two-buildings-10km", "two-buildings-100km", "three-regions",
+                     "cloud-zones"},
     }.items():
         assert wanted <= {name for name, _ in ready(kind)}
 

@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 from semel.planning import Level, Technology, load_cluster
 from semel.planning.axes import crossing
 from semel.planning.network import (
-    Fabric, Span, collision_share, go_back_n_share, hierarchical_all_reduce, pairwise_all_to_all, queue_pairs, rate,
-    ring_all_gather, ring_all_reduce, span, tree_all_reduce,
+    Fabric,
+    Span,
+    collision_share,
+    go_back_n_share,
+    hierarchical_all_reduce,
+    pairwise_all_to_all,
+    queue_pairs,
+    rate,
+    ring_all_gather,
+    ring_all_reduce,
+    span,
+    tree_all_reduce,
 )
 
 DEVICE = {"name": "toy", "peak": {"bf16": "100 Tflop/s"}, "memory": "16 GiB", "memory_bandwidth": "1 TB/s",
@@ -29,6 +39,9 @@ def tree(inner=8, outer=4, collective="hierarchical"):
     return load_cluster({"name": "tree", "device": DEVICE, "levels": [
         {"name": "host", "count": inner, "bandwidth": "100 GB/s", "latency": "1 us", "domain": True},
         {"name": "rack", "count": outer, "bandwidth": "10 GB/s", "latency": "10 us", "technologies": technologies}]})
+
+
+BUILDINGS = load_cluster("two-buildings-100km")
 
 
 def seconds(fabric, kind, group, size, **how):
@@ -65,7 +78,8 @@ def test_hierarchical_all_reduce_moves_its_bytes_level_by_level(inner, outer, si
     latency, loads = fabric.collective("all_reduce", span(cluster, [(1, inner * outer)]), size)
     loads = dict(loads)
     in_turn = latency + loads["host"] / 100e9 + loads["rack"] / 10e9
-    assert in_turn == pytest.approx(hierarchical_all_reduce(outer, inner, size, (1e-6, 100e9), (10e-6, 10e9)), rel=1e-12)
+    closed = hierarchical_all_reduce(outer, inner, size, (1e-6, 100e9), (10e-6, 10e9))
+    assert in_turn == pytest.approx(closed, rel=1e-12)
 
 
 def test_in_network_reduction_halves_what_is_sent():
@@ -173,7 +187,7 @@ def test_compression_on_one_level():
 @given(st.sampled_from(["ecmp", "deep-buffer", "spraying", "lossy", "lossy-selective", "optical"]), st.floats(1.0, 4.0),
        st.sampled_from(["bandwidth", "latency"]), st.floats(1e3, 1e9), st.sampled_from(["all_reduce", "all_to_all"]))
 def test_more_bandwidth_and_less_latency_never_slow_a_collective(technology, factor, what, size, kind):
-    cluster = load_cluster("two-buildings-100km")
+    cluster = BUILDINGS
     better = cluster.scaled(f"levels.campus.{what}", factor if what == "bandwidth" else 1 / factor)
     group = span(cluster, [(8, 1024)])
     before = seconds(Fabric.choose(cluster, {"campus": technology}), kind, group, size)
@@ -185,7 +199,7 @@ def test_groups_over_the_tree():
     cluster = load_cluster("meta-region-16k")  # hosts of 8, racks of 16, zones of 1,024, buildings of 4,096 and 2,048
     assert span(cluster, [(1, 8)]).factors == (8, 1, 1, 1, 1)
     assert span(cluster, [(8, 16)]).factors == (1, 2, 8, 1, 1)
-    assert span(cluster, [(128, 128)]).factors == (1, 1, 8, 2, 5)  # 8 replicas a zone, the smallest building has 2 zones
+    assert span(cluster, [(128, 128)]).factors == (1, 1, 8, 2, 5)  # the smallest building has 2 zones
     assert span(cluster, [(1, 8), (128, 8)]).factors == (8, 1, 8, 1, 1)
     assert span(cluster, [(1, 12)]).factors == (8, 1, 1, 1, 2)  # some group of 12 straddles two buildings
     assert span(cluster, [(4096, 2)]).top == 4
