@@ -132,11 +132,11 @@ def _row(name: str, each: Plan) -> list[str]:
 
     exposed = {f"{axis}@{level}": seconds / each.seconds for axis, levels in each.exposed.items()
                for level, seconds in levels.items() if seconds > 0.001 * each.seconds}
+    largest = sorted(exposed.items(), key=lambda item: -item[1])
     bubble = max(0.0, sum(seconds for cause, seconds in each.bubble.items() if cause != "exposed communication"))
     return [name, duration(each.seconds), f"{each.mfu:.1%}", f"{each.cost:.4g}",
             f"{each.peak_memory / 1e9:.0f} of {each.limit / 1e9:.0f} GB", f"{bubble / each.seconds:.1%}",
-            ", ".join(f"{where} {share:.1%}" for where, share in sorted(exposed.items(), key=lambda item: -item[1]))
-            or "-"]
+            ", ".join(f"{where} {share:.1%}" for where, share in largest) or "-"]
 
 
 @plan.command("what-if")

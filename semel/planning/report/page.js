@@ -40,7 +40,7 @@ function draw() {
 }
 
 // The timeline: a canvas, for a step may hold a hundred thousand operations. Each lane is sorted by start.
-const canvas = document.getElementById("timeline"), tip = document.getElementById("tip");
+const canvas = document.getElementById("lanes"), tip = document.getElementById("tip");
 const LEFT = 64, LANE = 20, THIN = 7, GAP = 5, AXIS_HEIGHT = 26;
 const NAMES = { F: "forward", B: "backward", I: "backward for the input", W: "gradient of the weights" };
 let shown = 0, from = 0, to = 1;
