@@ -120,8 +120,11 @@ def words(found: Explained) -> list[str]:
 
 def where(plan: Plan) -> str:
     """Which axes cross which levels, as a sentence."""
-    parts = [f"{' and '.join(axes)} cross{'es' if len(axes) == 1 else ''} the {level} level"
-             for level, axes in plan.crossing().items()]
+    levels: dict[tuple[str, ...], list[str]] = {}
+    for level, axes in plan.crossing().items():
+        levels.setdefault(axes, []).append(level)
+    parts = [f"{' and '.join(axes)} cross{'es' if len(axes) == 1 else ''} the {' and '.join(names)} "
+             f"level{'s' if len(names) > 1 else ''}" for axes, names in levels.items()]
     return (", ".join(parts) + ".") if parts else "Nothing leaves a device."
 
 

@@ -170,7 +170,9 @@ def titled(layout: Layout, batch: int) -> str:
     count = batch // max(1, layout.size("dp") * layout.size("fsdp") * layout.size("table") * layout.microbatch)
     batches = f"{count} micro-batch{'' if count == 1 else 'es'} of {layout.microbatch}"
     return f"{axes or 'one device'}; {pipeline + ', ' if pipeline else ''}{batches}" + (
-        f", {layout.recompute} recompute" if layout.recompute != "none" else "")
+        f", {layout.recompute} recompute" if layout.recompute != "none" else "") + (
+        "; " + ", ".join(f"{name} at the {level} level" for level, name in layout.network.items())
+        if layout.network else "")
 
 
 def dollars(cluster: Cluster, layout: Layout, seconds: float, traffic: Mapping[str, float]) -> float:
@@ -201,8 +203,13 @@ def crossing(cluster: Cluster, layout: Layout) -> dict[str, tuple[str, ...]]:
 
 
 def ranked(plans: list[Plan], objective: str, bound: float) -> list[Plan]:
-    """Best first, ties by title, with the search's bound and gap."""
-    best = sorted(plans, key=lambda plan: (plan.value(objective), plan.title))
+    """Best first, ties by cost and title, with the search's bound and gap. Of plans that differ in the network only,
+    the best one is kept."""
+    found: dict[str, Plan] = {}
+    for plan in sorted(plans, key=lambda plan: (plan.value(objective), plan.cost, plan.title)):
+        bare = replace(plan.layout, network={})
+        found.setdefault(f"{titled(bare, plan.job.batch)} {sorted(bare.compress.items())}", plan)
+    best = list(found.values())
     if not best:
         return best
     gap = max(0.0, 1 - bound / best[0].value(objective)) if math.isfinite(bound) else 0.0

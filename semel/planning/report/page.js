@@ -107,7 +107,14 @@ function pan(by) {
   from = Math.min(Math.max(0, from + by), whole - span); to = from + span; paint();
 }
 
-function choose(number) { shown = number; from = 0; to = TIMELINES[number].seconds; paint(); }
+function whole() { from = 0; to = TIMELINES[shown].seconds; paint(); }
+
+// Begins with what can be told apart: about 150 operations a lane.
+function choose(number) {
+  shown = number; from = 0;
+  const most = Math.max(...TIMELINES[number].lanes.filter(lane => !lane.thin).map(lane => lane.ops.length));
+  to = TIMELINES[number].seconds * Math.min(1, 150 / Math.max(1, most)); paint();
+}
 
 if (canvas && TIMELINES.length) {
   const select = document.getElementById("which");
@@ -115,12 +122,12 @@ if (canvas && TIMELINES.length) {
   select.onchange = () => choose(+select.value);
   document.getElementById("closer").onclick = () => zoom(0.5);
   document.getElementById("farther").onclick = () => zoom(2);
-  document.getElementById("whole").onclick = () => choose(shown);
+  document.getElementById("whole").onclick = whole;
   const seconds = event => from + (event.offsetX - LEFT) / (canvas.clientWidth - LEFT - 6) * (to - from);
   canvas.addEventListener("wheel", event => { if (event.ctrlKey || event.shiftKey || event.metaKey) { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, seconds(event)); } }, { passive: false });
   canvas.addEventListener("dblclick", event => zoom(0.4, seconds(event)));
   canvas.addEventListener("keydown", event => {
-    const act = { ArrowLeft: () => pan(-(to - from) / 8), ArrowRight: () => pan((to - from) / 8), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4), "0": () => choose(shown) }[event.key];
+    const act = { ArrowLeft: () => pan(-(to - from) / 8), ArrowRight: () => pan((to - from) / 8), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4), "0": whole }[event.key];
     if (act) { event.preventDefault(); act(); }
   });
   let held = null;
