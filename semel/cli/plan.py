@@ -57,17 +57,17 @@ def search(
     """Search for the best plan and say why it wins, and where it would not."""
     from semel.cli import output
     from semel.planning import load_cluster, load_job, load_search
-    from semel.planning.emit import SYSTEMS
+    from semel.planning.emit import runnable
     from semel.planning.explain import explain
 
-    if emit is not None and emit not in SYSTEMS:
-        raise ValueError(f"--emit {emit}: unknown system; there are: {', '.join(SYSTEMS)}")
     for option, path in (("--html", html), ("--trace", trace)):
         if path is not None and not path.parent.is_dir():
             raise FileNotFoundError(f"{option} {path}: there is no folder {path.parent}")
-    options = load_search(search)
+    place, work, options = load_cluster(cluster), load_job(job), load_search(search)
+    if emit is not None:
+        options = runnable(emit, work, options)
     with output.progress_bar() as bar:
-        found = explain(load_cluster(cluster), load_job(job), options, compare=compare, flip_map=html is not None,
+        found = explain(place, work, options, compare=compare, flip_map=html is not None,
                         progress=output.Steps(bar))
     written = _written(found, html, trace, emit, out)
     if as_json:

@@ -7,15 +7,41 @@ schedule as a CSV file where the runtime reads one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from semel.planning.job import Job
+    from semel.planning.options import Options
     from semel.planning.plan import Plan
 
 SYSTEMS = {"torchtitan": "torchtitan", "megatron": "megatron", "torchrec": "torchrec", "semel": "own"}
 """System -> module of this package."""
+
+KINDS = {"torchtitan": "transformer", "megatron": "transformer", "torchrec": "recommender", "semel": "recommender"}
+RUNS: dict[str, dict[str, tuple[str, ...]]] = {
+    "megatron": {"schedules": ("1f1b", "interleaved")}, "semel": {"axes": ("dp", "table")},
+    "torchrec": {"axes": ("dp", "table")},
+    "torchtitan": {"schedules": ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "greedy")}}
+"""Of the options of a search, what a system can run."""
+
+
+def runnable(system: str, job: Job, options: Options) -> Options:
+    """The part of a search's options that ``system`` can run. ValueError for another system, job or choice."""
+    if system not in SYSTEMS:
+        raise ValueError(f"unknown system {system!r} to emit for; there are: {', '.join(SYSTEMS)}")
+    if job.kind != KINDS[system]:
+        fitting = ", ".join(name for name, kind in KINDS.items() if kind == job.kind)
+        raise ValueError(f"{system} is for {KINDS[system]}s, job {job.name!r} is a {job.kind}: emit for {fitting}")
+    narrowed: dict[str, tuple[str, ...]] = {}
+    for name, known in RUNS[system].items():
+        narrowed[name] = tuple(each for each in getattr(options, name) if each in known)
+        if not narrowed[name]:
+            raise ValueError(f"{system} runs {name} {', '.join(known)}, the search allows "
+                             f"{', '.join(getattr(options, name))}")
+    return replace(options, **narrowed)  # type: ignore[arg-type]
 
 
 def emit(plan: Plan, system: str, folder: str | Path) -> list[Path]:
