@@ -16,6 +16,7 @@ from semel.cli import (
     info,
     ingest,
     loop,
+    plan,
     replay,
     report,
     serve,
@@ -68,6 +69,7 @@ app.command("shadow")(shadow.shadow)
 app.command("serve")(serve.serve)
 app.command("replay")(replay.replay)
 app.command("skew")(skew.skew)
+app.add_typer(plan.plan, name="plan")
 app.command("report")(report.report)
 app.command("loop")(loop.loop)
 app.command("info")(info.info)
