@@ -236,15 +236,15 @@ def _columns(artifact: ModelArtifact, exposures: pa.Table, found: list[Again], t
     seen = [looks.get(name, nothing[request]) for request, name in enumerate(names)]
     hit, written = (np.concatenate([getattr(one, what) for one in seen]) for what in ("hit", "written"))
     served_at = np.repeat(exposures["served_at"].to_numpy(), lengths)
-    splits = {"all": (["all"], np.zeros(len(items), np.int64))}
+    splits: dict[str, tuple[list[str], np.ndarray]] = {"all": (["all"], np.zeros(len(items), np.int64))}
     if hit.any():
         splits["memory"] = ["hit", "miss"], np.where(hit, 0, 1)
         splits["row age"] = _bucket(ROW_AGES, "over 10 min", np.where(hit, np.maximum(served_at - written, 0), -1))
     if first is not None:
         born = first(items)
         asked = np.repeat(exposures["as_of"].to_numpy(), lengths)
-        names, place = _bucket(ITEM_AGES, "over a day", np.where(born >= 0, np.maximum(asked - born, 0), -1))
-        splits["item age"] = [*names, "not in the catalogue"], np.where(place < 0, len(names), place)
+        ages, part = _bucket(ITEM_AGES, "over a day", np.where(born >= 0, np.maximum(asked - born, 0), -1))
+        splits["item age"] = [*ages, "not in the catalogue"], np.where(part < 0, len(ages), part)
     splits["history length"] = _bucket(HISTORIES, "50 or more", np.repeat(exposures["history_length"].to_numpy(),
                                                                            lengths))
     return _Columns(served, replayed, _predicted(learned, artifact.features.tasks),

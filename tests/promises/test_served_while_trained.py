@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from semel.cli import app
 from semel.examples import ExposureLog, OutcomeLog, join, rows_to_table
+from semel.examples.predictions import read_predictions
 from semel.features import Feature
-from semel.models import EncoderConfig, ModelConfig
+from semel.models import EncoderConfig, ModelConfig, current_version
 from semel.serving import Predictor, replay, skew
 from semel.training import ExampleConfig, Follower, Interrupted, OptimizerConfig, Recipe
 
@@ -58,6 +59,12 @@ class Site:
             time.sleep(0.1)
         return found[0].parent
 
+    def learned(self):
+        try:
+            return len(read_predictions(self.run() / "predictions"))
+        except FileNotFoundError:
+            return 0
+
     def learn_from(self, predictor, outcomes):
         """Outcomes of what was served since the last time, joined and trained on; waits until it is."""
         assert predictor.flush(30)
@@ -74,11 +81,10 @@ class Site:
         recipe = self.follower.recipe
         rows = join(new, outcomes.read(), HOUR, recipe.features.tasks, time.time_ns() // 1000 + 2 * HOUR,
                     recipe.features.request).rows
-        before = predictor.model_version
         pq.write_table(rows_to_table(rows), self.rows / ".part")
         os.replace(self.rows / ".part", self.rows / f"{self.joined:06d}.parquet")
         deadline = time.monotonic() + 60
-        while predictor.model_version == before:
+        while self.learned() < self.joined or predictor.model_version != current_version(self.run()):
             assert time.monotonic() < deadline and self.thread.is_alive(), self.error
             time.sleep(0.05)
 
