@@ -287,7 +287,8 @@ def make_site(config: LoopConfig, served: Served) -> SimulatedSite | ReplayedSit
     """The site of a loop. Raises what reading its data set raises, ValueError where the recipe does not fit it."""
     if config.data is None:
         features = served.features
-        wanted = {one.name for one in (*features.history, *features.candidate, *features.request, *features.tasks)}
+        wanted = {one.name for one in (*features.history, *features.candidate, *features.request)}
+        wanted |= {task.name for task in features.tasks}
         there = {"item_id", "click", "topic", "surface", "watch_ms", "action", "author_id", "duration_ms", "title",
                  "age", "country", "event_time"}
         if wanted - there:

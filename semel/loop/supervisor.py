@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from semel.loop.config import LoopConfig, LoopFolder
-from semel.loop.preparing import command, overrides, prepare
+from semel.loop.preparing import Stopped, command, overrides, prepare
 from semel.loop.process import Child, end_leftover
 from semel.loop.publishing import Published
 from semel.loop.sampling import Sampler, scrape
@@ -76,9 +76,14 @@ class Loop:
         self.config = self.folder.settle(self.config)
         with _alone(self.folder.path), self._signals():
             self._take_over()
-            run = prepare(self.folder, self.config, self._say)
-            if self._stopping.is_set():
+            try:
+                run = prepare(self.folder, self.config, self._say, self._stopping)
+            except Stopped:
                 return {}
+            except Exception:
+                if not self.folder.store.exists():
+                    self.folder.abandon()
+                raise
             return self._run(run, duration, on_sample)
 
     def _run(self, run: Path, duration: float | None, on_sample: Callable[[dict[str, Any]], None] | None
