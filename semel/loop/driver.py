@@ -173,7 +173,7 @@ class Driver:
                   "outcome_key": f"{self.key}-{ask.number}-{place}"}
                  for place, (item, label) in enumerate(zip(seen.shown, seen.labels, strict=True))])
             self.ledger.add(answer)
-            for item in seen.shown:
+            for item in seen.page:
                 if item in self._unseen:
                     self._unseen.remove(item)
                     seconds = self.ledger.item_shown(item, result.request_id, now)

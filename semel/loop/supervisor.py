@@ -68,7 +68,7 @@ class Loop:
 
     def run(self, duration: float | None = None, on_sample: Callable[[dict[str, Any]], None] | None = None
             ) -> dict[str, Any]:
-        """Until ``duration`` seconds from the moment at which the server first answers, ``stop``, SIGTERM or Ctrl-C, or
+        """Until ``duration`` seconds from the first request that is answered on, ``stop``, SIGTERM or Ctrl-C, or
         the end of what is replayed. Raises ValueError where the folder holds another loop or the recipe does not fit,
         RuntimeError where a process cannot be kept up."""
         if duration is not None and not 0 < duration < float("inf"):
@@ -96,13 +96,14 @@ class Loop:
                                      SILENCE_S.get(name)) for name, words in self._commands(run, port).items()}
         self._say(f"serves at {self.url}; metrics at {self.metrics_url}")
         began = began_serving = time.monotonic()
+        before = self.folder.read_status("driver").get("time", 0.0)
         scraper = threading.Thread(target=self._scrape, daemon=True)
         scraper.start()
         sample: dict[str, Any] = {}
         last_written = 0.0
         chaos = self._chaos_times(duration)
         next_kill = next(chaos, None)
-        failed = False
+        failed = answering = False
         try:
             with self.folder.samples.open("a") as samples:
                 for tick in range(10**12):
@@ -111,8 +112,8 @@ class Loop:
                         break
                     now = time.monotonic()
                     self._watch(now)
-                    if not self._server:
-                        began_serving = now
+                    if not answering:
+                        answering, began_serving = self._answering_since(before), now
                     # Not before the last one is back: what is killed again and again on a busy machine does nothing.
                     if next_kill is not None and now - began_serving >= next_kill[0] and self._all_back():
                         self._kill(next_kill[1], now)
@@ -215,6 +216,11 @@ class Loop:
             if duration is not None and at > duration - LAST_KILL_S:
                 return
             yield at, NAMES[(number - 1) % len(NAMES)]
+
+    def _answering_since(self, before: float) -> bool:
+        """Whether a driver of this run has told of a request; ``before``: when the last one of an earlier run told."""
+        status = self.folder.read_status("driver")
+        return status.get("time", 0.0) > before and status.get("p50_ms") is not None
 
     def _all_back(self) -> bool:
         return all(kill["back_s"] is not None for kill in self.kills)
