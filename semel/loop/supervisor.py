@@ -27,7 +27,8 @@ from semel.loop.sampling import Sampler, scrape
 NAMES = ("server", "joiner", "trainer", "driver")
 SILENCE_S = {"server": 30.0, "joiner": 60.0, "driver": 60.0}
 GIVE_UP_AFTER = 8
-"""Ends in a row, none of them after a steady run: starting it again does not help."""
+"""Ends in a row of a process that never came to life: starting it again does not help. One that did is tried for as
+long as it takes: disks are emptied, too."""
 LAST_KILL_S = 15.0
 """Before a loop's end nothing is killed any more, so that all have caught up."""
 
@@ -164,7 +165,7 @@ class Loop:
             said = child.watch(now)
             if said is not None and not self._stopping.is_set():
                 self._say(said)
-            if child._failures >= GIVE_UP_AFTER:
+            if child.failures >= GIVE_UP_AFTER and not child.has_lived:
                 raise RuntimeError(f"{name} ends again and again: {_last_line(child.log)} (see {child.log})")
             if name in ("driver", "joiner"):
                 told = self.folder.read_status(name).get("time", 0.0)
@@ -175,7 +176,8 @@ class Loop:
 
     def _alive(self, name: str, child: Child, told: float) -> None:
         """A process told of itself, at ``told`` (by the wall clock)."""
-        child.sign()
+        if child.up and told > child.started_at:
+            child.sign()
         for kill in self.kills:
             if kill["process"] == name and kill["back_s"] is None and child.up and child.pid != kill["pid"] \
                     and told > kill["wall"]:
@@ -201,6 +203,7 @@ class Loop:
                 try:
                     told = time.time()
                     self._server = scrape(client.get("/metrics").raise_for_status().text)
+                    self.children["server"].sign()  # also one that cannot write just now
                     if self._server.get("ready"):
                         self._alive("server", self.children["server"], told)
                     self.children["server"].sign()
