@@ -206,7 +206,6 @@ class Loop:
                     self.children["server"].sign()  # also one that cannot write just now
                     if self._server.get("ready"):
                         self._alive("server", self.children["server"], told)
-                    self.children["server"].sign()
                 except (httpx.HTTPError, ValueError):
                     pass
 
