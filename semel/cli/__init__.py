@@ -7,7 +7,22 @@ from typing import Annotated
 
 import typer
 
-from semel.cli import compact, demo, erase, evaluate, export, info, ingest, loop, replay, report, serve, shadow, train
+from semel.cli import (
+    compact,
+    demo,
+    erase,
+    evaluate,
+    export,
+    info,
+    ingest,
+    loop,
+    replay,
+    report,
+    serve,
+    shadow,
+    skew,
+    train,
+)
 from semel.cli.errors import Verbs
 
 # ``torchrun -m semel.cli.train``: that the package knows the module already is no news to anybody.
@@ -52,6 +67,7 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("shadow")(shadow.shadow)
 app.command("serve")(serve.serve)
 app.command("replay")(replay.replay)
+app.command("skew")(skew.skew)
 app.command("report")(report.report)
 app.command("loop")(loop.loop)
 app.command("info")(info.info)

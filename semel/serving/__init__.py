@@ -18,15 +18,18 @@ _HOME = {
     "ReplayReport": "semel.serving.replays",
     "ScoredItem": "semel.serving.results",
     "ServerError": "semel.serving.client",
+    "SkewReport": "semel.serving.skews",
     "VersionWatch": "semel.serving.versions",
     "create_app": "semel.serving.server",
     "replay": "semel.serving.replays",
     "run_server": "semel.serving.process",
+    "skew": "semel.serving.skews",
 }
 
 __all__ = [
     "Client", "InvalidRequest", "NonFiniteScore", "Overloaded", "Pointer", "Predictor", "RankRequest", "RankResult",
-    "ReplayReport", "ScoredItem", "ServerError", "VersionWatch", "create_app", "replay", "run_server",
+    "ReplayReport", "ScoredItem", "ServerError", "SkewReport", "VersionWatch", "create_app", "replay", "run_server",
+    "skew",
 ]
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from semel.serving.replays import ReplayReport, replay
     from semel.serving.results import Pointer, RankRequest, RankResult, ScoredItem
     from semel.serving.server import create_app
+    from semel.serving.skews import SkewReport, skew
     from semel.serving.versions import VersionWatch
 
 
