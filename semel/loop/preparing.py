@@ -15,8 +15,9 @@ from semel.history.durable import replace_file
 from semel.loop.config import LoopConfig, LoopFolder, Served
 
 FIRST_EPOCHS = "1"
-KEEP_ALL = (("keep_versions", "100000"), ("memory.keep", "100000"))
-"""Of the run that follows: whatever was served can be computed again."""
+LIVE = (("keep_versions", "100000"), ("memory.keep", "100000"), ("version_seconds", "10"))
+"""Of the run that follows: whatever was served can be computed again, and what was learnt is served soon, also by a
+trainer that never catches up."""
 
 
 class Stopped(Exception):
@@ -52,7 +53,7 @@ def prepare(folder: LoopFolder, config: LoopConfig, say: Callable[[str], None], 
 
 def overrides(config: LoopConfig) -> list[str]:
     """The fields that a loop sets, and then those that its user does."""
-    return [word for name, value in (*KEEP_ALL, *config.assign) for word in ("--set", f"{name}={value}")]
+    return [word for name, value in (*LIVE, *config.assign) for word in ("--set", f"{name}={value}")]
 
 
 def command(*words: object) -> list[str]:
