@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-KEYS = {"stored", "computed", "waited", "embedded", "planned", "quality", "served", "replay", "seconds"}
+KEYS = {"stored", "computed", "waited", "embedded", "planned", "quality", "served", "replay", "loop", "seconds"}
 
 
 def check(folder: Path) -> None:
@@ -22,6 +22,8 @@ def check(folder: Path) -> None:
     for task, figure in (("ranking", "ne"), ("next_item", "ndcg@10")):
         models = result["quality"][task]["models"]
         assert len(models) >= 3 and all(model[figure]["value"] is not None for model in models.values()), models
+    live = result["loop"]
+    assert live["requests"] > 0 and live["verification"]["good"], live
     report = next(folder.rglob("report.html"))
     assert report.stat().st_size > 100_000, f"{report} is too small to hold its plots"
     print(f"demo: {result['seconds']:.0f} s, p50 {result['served']['p50_ms']:.1f} ms, "

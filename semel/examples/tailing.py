@@ -14,10 +14,13 @@ from semel.history.log.segments import SEGMENT_HEADER, read_records
 
 
 class LogPosition(NamedTuple):
-    """Behind a record: the number of its segment and the byte at which the next one begins. (0, 0): the beginning."""
+    """Behind a record: the number of its segment, the byte at which the next one begins, how many records of the
+    segment came before, and which file it was: erasing users writes a segment anew, with as many records."""
 
     segment: int = 0
     offset: int = 0
+    records: int = 0
+    file: int = 0
 
 
 BEGINNING = LogPosition()
@@ -41,14 +44,20 @@ class LogTail:
         numbers = [int(path.stem) for path in self._log.segments() if int(path.stem) >= self.position.segment]
         for number in numbers:
             path = Path(self._log.path) / f"{number:08d}.log"
-            offset = self.position.offset if number == self.position.segment else SEGMENT_HEADER
-            if path.stat().st_size < SEGMENT_HEADER:
+            found = path.stat()
+            if found.st_size < SEGMENT_HEADER:
                 continue  # just made, or left by a process that was killed
-            for _, batch, end in read_records(path, max(offset, SEGMENT_HEADER)):
-                self.position = LogPosition(number, end)
+            here = self.position if number == self.position.segment else LogPosition(number)
+            again = here.file not in (0, found.st_ino)  # written anew: counted from its beginning
+            offset, count = (SEGMENT_HEADER, 0) if again else (max(here.offset, SEGMENT_HEADER), here.records)
+            for _, batch, end in read_records(path, offset):
+                count += 1
+                if again and count <= here.records:
+                    continue
+                self.position = LogPosition(number, end, count, found.st_ino)
                 table = pa.Table.from_batches([batch])
                 if table.schema != self._schema:
                     table = conform(table, self._schema, str(path))
                 yield table, self.position
             if number != numbers[-1]:
-                self.position = LogPosition(number + 1, SEGMENT_HEADER)
+                self.position = LogPosition(number + 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import uuid
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -110,6 +112,15 @@ class LoopFolder:
         document = {"format": FORMAT, "key": uuid.uuid4().hex[:12], "config": asdict(config)}
         replace_file(self._file, json.dumps(document, indent=1).encode())
         return config
+
+    def abandon(self) -> None:
+        """Take away what ``settle`` made, of a loop that could not begin."""
+        for folder in (self.rows, self.status, self.logs):
+            shutil.rmtree(folder, ignore_errors=True)
+        for name in ("loop.json", "served.json", "loop.lock"):
+            (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     def load(self) -> tuple[LoopConfig, str]:
         """The configuration and the key. FileNotFoundError where no loop is, ValueError for a damaged file."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ASKING = 4
 """Requests that are on their way at once, at most."""
 AGAIN_S = 0.25
-ROWS_A_POST = 400
+ROWS_A_POST, ITEMS_A_POST = 400, 200
 EVENT_DELAY_S, OUTCOME_DELAY_S = 0.15, 0.8
 LATE_SHARE = 0.01
 """Of the answers: outcomes that come after the window, and events that come after the user's next requests."""
@@ -173,7 +173,7 @@ class Driver:
                   "outcome_key": f"{self.key}-{ask.number}-{place}"}
                  for place, (item, label) in enumerate(zip(seen.shown, seen.labels, strict=True))])
             self.ledger.add(answer)
-            for item in seen.shown:
+            for item in seen.page:
                 if item in self._unseen:
                     self._unseen.remove(item)
                     seconds = self.ledger.item_shown(item, result.request_id, now)
@@ -230,7 +230,7 @@ class Driver:
                 rows = [{name: value for name, value in row.items() if value is not None} for row in table.to_pylist()]
                 position = ask.as_of
                 self.ledger.add_items(rows, position)
-            waiting = self.ledger.items_to_upload()
+            waiting = self.ledger.items_to_upload()[:ITEMS_A_POST]
             if waiting:
                 began = time.time()
                 try:

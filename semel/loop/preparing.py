@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +15,18 @@ from semel.history.durable import replace_file
 from semel.loop.config import LoopConfig, LoopFolder, Served
 
 FIRST_EPOCHS = "1"
-KEEP_ALL = (("keep_versions", "100000"), ("memory.keep", "100000"))
-"""Of the run that follows: whatever was served can be computed again."""
+LIVE = (("keep_versions", "100000"), ("memory.keep", "100000"), ("version_seconds", "10"))
+"""Of the run that follows: whatever was served can be computed again, and what was learnt is served soon, also by a
+trainer that never catches up."""
 
 
-def prepare(folder: LoopFolder, config: LoopConfig, say: Callable[[str], None]) -> Path:
-    """The run that is served and trained on. Raises ValueError for a recipe or data that do not fit each other,
-    RuntimeError where a command fails."""
+class Stopped(Exception):
+    """Somebody asked to stop before the loop was ready."""
+
+
+def prepare(folder: LoopFolder, config: LoopConfig, say: Callable[[str], None], stopping: threading.Event) -> Path:
+    """The run that is served and trained on. Raises Stopped when ``stopping`` is set meanwhile, ValueError for a recipe
+    and data that do not fit each other, what reading the data raises, RuntimeError where a command fails."""
     done = folder.path / "run.json"
     if done.exists():
         return Path(json.loads(done.read_text())["run"])
@@ -36,17 +42,18 @@ def prepare(folder: LoopFolder, config: LoopConfig, say: Callable[[str], None]) 
         say(f"{report.events:,} events of {report.users:,} users, {report.items:,} items")
     shutil.rmtree(folder.runs, ignore_errors=True)  # of a start that did not come to its end
     say(f"a first model: {recipe.name}, {FIRST_EPOCHS} epoch")
+    log = folder.logs / "prepare.log"
     first = _run("train", recipe.name, "--store", folder.store, "--out", folder.runs, *overrides(config),
-                 "--set", f"epochs={FIRST_EPOCHS}", "--json", log=folder.logs / "prepare.log")
+                 "--set", f"epochs={FIRST_EPOCHS}", "--json", log=log, stopping=stopping)
     run = _run("train", "--from", first, "--follow", folder.rows, "--until-idle", "0", "--out", folder.runs,
-               *overrides(config), "--json", log=folder.logs / "prepare.log")
+               *overrides(config), "--json", log=log, stopping=stopping)
     replace_file(done, json.dumps({"run": run, "first": first}).encode())
     return Path(run)
 
 
 def overrides(config: LoopConfig) -> list[str]:
     """The fields that a loop sets, and then those that its user does."""
-    return [word for name, value in (*KEEP_ALL, *config.assign) for word in ("--set", f"{name}={value}")]
+    return [word for name, value in (*LIVE, *config.assign) for word in ("--set", f"{name}={value}")]
 
 
 def command(*words: object) -> list[str]:
@@ -54,11 +61,25 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "semel.cli", *map(str, words)]
 
 
-def _run(*words: object, log: Path) -> str:
-    """The run that a training command made."""
+def _run(*words: object, log: Path, stopping: threading.Event) -> str:
+    """The run that a training command made. In a session of its own: a Ctrl-C is for us, who ends it in order."""
     with log.open("a") as errors:
-        done = subprocess.run(command(*words), stdout=subprocess.PIPE, stderr=errors, text=True)
-    if done.returncode:
+        training = subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=errors, text=True,
+                                    start_new_session=True)
+    try:
+        while training.poll() is None:
+            if stopping.wait(0.1):
+                raise Stopped
+        assert training.stdout is not None
+        out = training.stdout.read()  # one object, which fits the pipe
+    finally:
+        training.terminate()
+        try:
+            training.wait(30)
+        except subprocess.TimeoutExpired:
+            training.kill()
+            training.wait()
+    if training.returncode:
         said = [line for line in log.read_text().splitlines() if line.strip()][-1:]
-        raise RuntimeError(f"semel {words[0]} ended with code {done.returncode}: {' '.join(said)} (see {log})")
-    return str(json.loads(done.stdout)["run"])
+        raise RuntimeError(f"semel {words[0]} ended with code {training.returncode}: {' '.join(said)} (see {log})")
+    return str(json.loads(out)["run"])

@@ -35,12 +35,14 @@ class Child:
 
     def __post_init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.started = self.last_sign = 0.0
+        self.started = self.last_sign = self.started_at = 0.0
         self.ended_at: float | None = None
         self.last_code: int | None = None
         self.wanted = True
         self._signed = self._killed = False
-        self._failures = 0
+        self.has_lived = False
+        """Whether any of its processes gave a sign of life."""
+        self.failures = 0
 
     @property
     def pid(self) -> int | None:
@@ -58,6 +60,7 @@ class Child:
                                             start_new_session=True)
         self.pid_file.write_text(f"{self.process.pid} {born(self.process.pid)}")
         self.started = self.last_sign = time.monotonic()
+        self.started_at = time.time()
         self.ended_at, self._signed, self._killed = None, False, False
 
     def watch(self, now: float) -> str | None:
@@ -76,17 +79,17 @@ class Child:
             return f"{self.name} gave no sign of life for {patience:.0f} s and was killed"
         if self.ended_at is None:
             self.ended_at, self.last_code = now, code
-            self._failures = 0 if now - self.started > STEADY_S else self._failures + 1
+            self.failures = 0 if now - self.started > STEADY_S else self.failures + 1
             if self.wanted:
                 return f"{self.name} ended with {describe(code)}; it is started again ({self.log})"
-        elif self.wanted and now - self.ended_at >= BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]:
+        elif self.wanted and now - self.ended_at >= BACKOFF_S[min(self.failures, len(BACKOFF_S) - 1)]:
             self.restarts += 1
             self.start()
         return None
 
     def sign(self) -> None:
         """It is alive."""
-        self.last_sign, self._signed = time.monotonic(), True
+        self.last_sign, self._signed, self.has_lived = time.monotonic(), True, True
 
     def kill(self) -> None:
         """Without giving it a chance: what a crash is like."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from semel.loop.ledger import Answer
 
 Id = Any
+PAGE = 10
+"""Items on a page of a replayed data set."""
 NEW_PLACES = 2
 """Candidates of a request that are items nobody has seen yet, while there are such: how a site gets to know them."""
 
@@ -34,13 +36,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the user did. ``shown``: items in their order on the page; ``labels`` of each: number by task, what was
-    not labelled is left out; ``probability``: the true one of the first task, where it is known. ``events``: rows for
-    the store, without keys."""
+    """What the user did. ``page``: what it was recommended. ``shown``: the items that it is known to have seen;
+    ``labels`` of each: number by task, what was not labelled is left out; ``probability``: the true one of the first
+    task, where it is known. ``events``: rows for the store, without keys."""
 
     shown: list[Id]
     labels: list[dict[str, float]]
     probability: list[float | None]
+    page: list[Id]
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -103,15 +106,13 @@ class SimulatedSite:
 
     def seen(self, ask: Ask, best_first: Sequence[Id], new: Sequence[Id] = ()) -> Seen:
         request = self.live.request(ask.number)
-        shown = list(best_first[: request.shown])
-        if new and not set(new) & set(shown):
-            shown[-1] = next(item for item in best_first if item in new)
+        shown = page_of(best_first, request.shown, new)
         views = self.live.views(request, shown)
         events = [{"user_id": ask.user_id, "item_id": item, "event_time": time, "action": "click" if click else "view",
                    "click": int(click), "topic": topic, "surface": ask.context["surface"], "watch_ms": watched}
                   for item, time, click, topic, watched in zip(
                       shown, views.event_time, views.clicks, views.topics, views.watch_ms, strict=True)]
-        return Seen(shown, [{"click": float(click)} for click in views.clicks], list(views.probability), events)
+        return Seen(shown, [{"click": float(click)} for click in views.clicks], list(views.probability), shown, events)
 
     def remember(self, answer: Answer) -> None:
         self.live.remember(answer.user_id, [item for item, *_ in answer.shown],
@@ -195,7 +196,8 @@ class ReplayedSite:
                    **{name: value for name in self._columns
                       if (value := self._after[name][self._rows[ask.user_id, time, item]].as_py()) is not None}}
                   for item, time in self._requests.events(ask.number)]
-        return Seen(shown, [labels[item] for item in shown], [None] * len(shown), events)
+        page = page_of(best_first, PAGE, new)
+        return Seen(shown, [labels[item] for item in shown], [None] * len(shown), page, events)
 
     def remember(self, answer: Answer) -> None:
         """Nothing depends on earlier answers."""
@@ -212,6 +214,14 @@ class ReplayedSite:
         if items is not None:
             items = items.filter(pc.is_in(items["item_id"], value_set=ids))
         return catalogue_rows(items, ids)
+
+
+def page_of(best_first: Sequence[Id], places: int, new: Sequence[Id]) -> list[Id]:
+    """The best ones; the last place is for the best of the ``new`` ones where none of them is on it."""
+    page = list(best_first[:places])
+    if new and not set(new) & set(page):
+        page[-1] = next(item for item in best_first if item in new)
+    return page
 
 
 @dataclass(frozen=True)
@@ -287,7 +297,8 @@ def make_site(config: LoopConfig, served: Served) -> SimulatedSite | ReplayedSit
     """The site of a loop. Raises what reading its data set raises, ValueError where the recipe does not fit it."""
     if config.data is None:
         features = served.features
-        wanted = {one.name for one in (*features.history, *features.candidate, *features.request, *features.tasks)}
+        wanted = {one.name for one in (*features.history, *features.candidate, *features.request)}
+        wanted |= {task.name for task in features.tasks}
         there = {"item_id", "click", "topic", "surface", "watch_ms", "action", "author_id", "duration_ms", "title",
                  "age", "country", "event_time"}
         if wanted - there:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from semel.loop.config import LoopConfig, LoopFolder
-from semel.loop.preparing import command, overrides, prepare
+from semel.loop.preparing import Stopped, command, overrides, prepare
 from semel.loop.process import Child, end_leftover
 from semel.loop.publishing import Published
 from semel.loop.sampling import Sampler, scrape
@@ -27,7 +27,8 @@ from semel.loop.sampling import Sampler, scrape
 NAMES = ("server", "joiner", "trainer", "driver")
 SILENCE_S = {"server": 30.0, "joiner": 60.0, "driver": 60.0}
 GIVE_UP_AFTER = 8
-"""Ends in a row, none of them after a steady run: starting it again does not help."""
+"""Ends in a row of a process that never came to life: starting it again does not help. One that did is tried for as
+long as it takes: disks are emptied, too."""
 LAST_KILL_S = 15.0
 """Before a loop's end nothing is killed any more, so that all have caught up."""
 
@@ -68,7 +69,7 @@ class Loop:
 
     def run(self, duration: float | None = None, on_sample: Callable[[dict[str, Any]], None] | None = None
             ) -> dict[str, Any]:
-        """Until ``duration`` seconds from the moment at which the server first answers, ``stop``, SIGTERM or Ctrl-C, or
+        """Until ``duration`` seconds from the first request that is answered on, ``stop``, SIGTERM or Ctrl-C, or
         the end of what is replayed. Raises ValueError where the folder holds another loop or the recipe does not fit,
         RuntimeError where a process cannot be kept up."""
         if duration is not None and not 0 < duration < float("inf"):
@@ -76,9 +77,14 @@ class Loop:
         self.config = self.folder.settle(self.config)
         with _alone(self.folder.path), self._signals():
             self._take_over()
-            run = prepare(self.folder, self.config, self._say)
-            if self._stopping.is_set():
+            try:
+                run = prepare(self.folder, self.config, self._say, self._stopping)
+            except Stopped:
                 return {}
+            except Exception:
+                if not self.folder.store.exists():
+                    self.folder.abandon()
+                raise
             return self._run(run, duration, on_sample)
 
     def _run(self, run: Path, duration: float | None, on_sample: Callable[[dict[str, Any]], None] | None
@@ -91,13 +97,14 @@ class Loop:
                                      SILENCE_S.get(name)) for name, words in self._commands(run, port).items()}
         self._say(f"serves at {self.url}; metrics at {self.metrics_url}")
         began = began_serving = time.monotonic()
+        before = self.folder.read_status("driver").get("time", 0.0)
         scraper = threading.Thread(target=self._scrape, daemon=True)
         scraper.start()
         sample: dict[str, Any] = {}
         last_written = 0.0
         chaos = self._chaos_times(duration)
         next_kill = next(chaos, None)
-        failed = False
+        failed = answering = False
         try:
             with self.folder.samples.open("a") as samples:
                 for tick in range(10**12):
@@ -106,8 +113,8 @@ class Loop:
                         break
                     now = time.monotonic()
                     self._watch(now)
-                    if not self._server:
-                        began_serving = now
+                    if not answering:
+                        answering, began_serving = self._answering_since(before), now
                     # Not before the last one is back: what is killed again and again on a busy machine does nothing.
                     if next_kill is not None and now - began_serving >= next_kill[0] and self._all_back():
                         self._kill(next_kill[1], now)
@@ -158,7 +165,7 @@ class Loop:
             said = child.watch(now)
             if said is not None and not self._stopping.is_set():
                 self._say(said)
-            if child._failures >= GIVE_UP_AFTER:
+            if child.failures >= GIVE_UP_AFTER and not child.has_lived:
                 raise RuntimeError(f"{name} ends again and again: {_last_line(child.log)} (see {child.log})")
             if name in ("driver", "joiner"):
                 told = self.folder.read_status(name).get("time", 0.0)
@@ -169,7 +176,8 @@ class Loop:
 
     def _alive(self, name: str, child: Child, told: float) -> None:
         """A process told of itself, at ``told`` (by the wall clock)."""
-        child.sign()
+        if child.up and told > child.started_at:
+            child.sign()
         for kill in self.kills:
             if kill["process"] == name and kill["back_s"] is None and child.up and child.pid != kill["pid"] \
                     and told > kill["wall"]:
@@ -195,9 +203,9 @@ class Loop:
                 try:
                     told = time.time()
                     self._server = scrape(client.get("/metrics").raise_for_status().text)
+                    self.children["server"].sign()  # also one that cannot write just now
                     if self._server.get("ready"):
                         self._alive("server", self.children["server"], told)
-                    self.children["server"].sign()
                 except (httpx.HTTPError, ValueError):
                     pass
 
@@ -210,6 +218,11 @@ class Loop:
             if duration is not None and at > duration - LAST_KILL_S:
                 return
             yield at, NAMES[(number - 1) % len(NAMES)]
+
+    def _answering_since(self, before: float) -> bool:
+        """Whether a driver of this run has told of a request; ``before``: when the last one of an earlier run told."""
+        status = self.folder.read_status("driver")
+        return status.get("time", 0.0) > before and status.get("p50_ms") is not None
 
     def _all_back(self) -> bool:
         return all(kill["back_s"] is not None for kill in self.kills)

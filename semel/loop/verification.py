@@ -143,7 +143,7 @@ def _replay(folder: LoopFolder, progress: Callable[[int, int], None] | None) -> 
 
     run = json.loads((folder.path / "run.json").read_text())["run"]
     report = replay(run, folder.store, progress=progress).to_json()
-    report["exact"] = report["exact"] and not report["other_versions"]
+    report["exact"] = report["exact"] and not report["other_versions"] and not report["memory_gone"]
     return report
 
 

@@ -60,6 +60,14 @@ def test_a_folder_that_is_something_else(refused, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_data_that_cannot_be_read_leave_nothing(refused, tmp_path, small_data):
+    there = ["--dir", tmp_path / "loop"]
+    refused("loop", "movies_rank", "--data", tmp_path / "nowhere", *there)
+    assert "request features" in refused("loop", "ml1m_rank", "--data", small_data, *there)
+    assert "'click'" in refused("loop", "site_rank", "--data", small_data, *there)
+    assert not (tmp_path / "loop").exists()
+
+
 def test_a_loop_goes_on_as_it_was(refused, tmp_path):
     LoopFolder(tmp_path / "loop").settle(LoopConfig())
     message = refused("loop", "--simulate", "--rate", "30", "--dir", tmp_path / "loop")

@@ -1,15 +1,18 @@
 """Reading a log as it grows gives each record once, over segments and restarts."""
 
+import numpy as np
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semel.examples import OutcomeLog
 from semel.examples.tailing import LogPosition, LogTail
+from semel.history.erasure import erase_rows
 
 
 def rows(first, count):
-    return pa.table({"request_id": [f"r{n}" for n in range(first, first + count)], "item_id": [1] * count,
+    return pa.table({"request_id": [f"r{n}" for n in range(first, first + count)],
+                     "item_id": list(range(first, first + count)),
                      "task": ["click"] * count, "value": pa.array([1.0] * count, pa.float32()),
                      "received_at": list(range(first, first + count)),
                      "outcome_key": [f"k{n}" for n in range(first, first + count)]})
@@ -49,6 +52,16 @@ def test_positions_are_behind_records(tmp_path):
     assert read(LogTail(log, positions[0])) == ["k2", "k3", "k4", "k5"]
     assert read(LogTail(log, positions[-1])) == []
     log.close()
+
+
+def test_a_log_that_somebody_was_erased_from_is_read_on(tmp_path):
+    log = OutcomeLog(tmp_path)
+    for first in (0, 2, 4):
+        log.append(rows(first, 2))
+    positions = [after for _, after in LogTail(log).read()]
+    log.close()
+    erase_rows([tmp_path / "00000001.log"], "item_id", np.array([0, 3]))
+    assert [read(LogTail(log, after)) for after in positions] == [["k2", "k4", "k5"], ["k4", "k5"], []]
 
 
 def test_a_torn_record_is_left_for_later(tmp_path):

@@ -59,6 +59,7 @@ def test_requests_come_by_time_and_see_their_own_events_behind_them(site):
         assert min(event["event_time"] for event in seen.events) == ask.as_of
         assert {event["item_id"] for event in seen.events} == set(seen.shown) <= set(ask.candidates)
         assert len(set(ask.candidates)) == len(ask.candidates)
+        assert set(seen.page) <= set(ask.candidates) and len(seen.page) == min(10, len(ask.candidates))
         rating = {event["item_id"]: event["rating"] for event in seen.events}
         assert all(label["like"] == float(rating[item] >= 4) for item, label in zip(
             seen.shown, seen.labels, strict=True))
@@ -79,8 +80,9 @@ def test_a_page_keeps_a_place_for_what_nobody_has_seen():
     site = SimulatedSite(LoopConfig(users=30, past_hours=24))
     ask = site.ask(0)
     new = ask.candidates[-1]
-    shown = site.seen(ask, ask.candidates, [new]).shown
-    assert shown[-1] == new and len(shown) == site.live.request(0).shown
+    seen = site.seen(ask, ask.candidates, [new])
+    shown = seen.shown
+    assert shown[-1] == new and seen.page == shown and len(shown) == site.live.request(0).shown
     first = site.seen(site.ask(1), site.ask(1).candidates, site.ask(1).candidates[:1]).shown
     assert first == site.ask(1).candidates[: len(first)]  # it is on the page already
 

@@ -1,4 +1,4 @@
-"""Step 10: all of it at once, live: served, joined, trained on, and served again by what was learnt."""
+"""Step 11: all of it at once, live: served, joined, trained on, and served again by what was learnt."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def loop(
     assign: Annotated[list[str] | None, typer.Option(
         "--set", metavar="FIELD=VALUE", help="Override one field of the recipe; may be repeated.")] = None,
     duration: Annotated[float | None, typer.Option(
-        help="Seconds to run, from the server's first answer on.", show_default="until Ctrl-C")] = None,
+        help="Seconds to run, from the first answered request on.", show_default="until Ctrl-C")] = None,
     chaos: Annotated[float | None, typer.Option(
         help="Kill one process after the other, one in so many seconds.", show_default="never")] = None,
     port: Annotated[int, typer.Option(help="Of the server; 0 takes a free one.")] = 0,

@@ -26,8 +26,8 @@ def series(number: int) -> str:
     return f"var(--series-{number})"
 
 
-def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], caption: str, x: str, y: str) -> Figure:
-    """Lines by name: (x values, y values)."""
+def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float | None]]], caption: str, x: str, y: str) -> Figure:
+    """Lines by name: (x values, y values); a line breaks where a value is None."""
     data = []
     for number, (name, (steps, values)) in enumerate(lines.items(), start=1):
         data.append({
