@@ -56,7 +56,8 @@ class Admission(Generic[Job, Result]):
             waiting = self._forecast.seconds(len(self._waiting), self._size_waiting)
             own = self._forecast.seconds(1, size)
         now = time.perf_counter()
-        running = sum(max(at - now, 0.0) for at in list(self._running.values()))
+        # What takes longer than foreseen is expected to take as long again: a stalled machine is not a free one.
+        running = sum(abs(at - now) for at in list(self._running.values()))
         return (running + waiting) / self._scorers + own
 
     def check(self, size: int = 0) -> None:

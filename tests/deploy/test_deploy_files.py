@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
+from semel import serving
 from semel.cli import app
 from semel.serving.gate import OPEN_PATHS
+from semel.serving.options import ServerOptions
 from semel.serving.process import GRACE_SECONDS
 from semel.serving.supervisor import GRACE_SECONDS as CHILD_SECONDS
 
@@ -50,19 +53,33 @@ def given(arguments):
     return flags, positional
 
 
-def accepted(arguments, options):
-    """Every flag is one that the server has, with a value that it takes."""
-    flags, positional = given(arguments)
-    assert len(positional) == 1 and set(flags) <= set(options)
-    for flag, value in flags.items():
-        assert options[flag].type.convert(value, options[flag], None) is not None
-    return flags
+@pytest.fixture
+def accepted(options, monkeypatch, tmp_path):
+    """Gives a command line to the real command, which must start a server with it; the flags."""
+
+    def run(arguments):
+        flags, positional = given(arguments)
+        assert len(positional) == 1 and set(flags) <= set(options)
+        (tmp_path / "token").write_text("a-token-of-the-secret")
+        started = []
+        monkeypatch.setattr(serving, "run_server", lambda *places, **named: started.append((places, named)))
+        words = [word.replace(flags["--token-file"], str(tmp_path / "token")) for word in arguments]
+        result = CliRunner().invoke(app, ["serve", *words])
+        assert result.exit_code == 0, result.stderr
+        [((run_folder, store, host, port), named)] = started
+        assert (str(run_folder), str(store), host) == (positional[0], flags["--store"], "0.0.0.0")
+        workers = named.pop("workers")
+        named.pop("ready")
+        ServerOptions(str(run_folder), str(store), **named).check(host, port, workers)
+        return flags
+
+    return run
 
 
-def test_the_image_runs_the_server_with_flags_that_it_has(dockerfile, options):
+def test_the_image_runs_the_server_with_flags_that_it_has(dockerfile, accepted):
     by_name = dict(dockerfile)
     assert json.loads(by_name["ENTRYPOINT"]) == ["semel", "serve"] and by_name["STOPSIGNAL"] == "SIGTERM"
-    flags = accepted(json.loads(by_name["CMD"]), options)
+    flags = accepted(json.loads(by_name["CMD"]))
     assert flags["--port"] == by_name["EXPOSE"] and "--token-file" in flags and flags["--host"] == "0.0.0.0"
     probe = json.loads(by_name["HEALTHCHECK"].partition("CMD ")[2])[2]
     address, path = re.search(r"http://127.0.0.1:(\d+)(/\w+)", probe).groups()
@@ -72,12 +89,12 @@ def test_the_image_runs_the_server_with_flags_that_it_has(dockerfile, options):
     assert [value for name, value in dockerfile if name == "USER"] == ["semel"]
 
 
-def test_the_pod_runs_the_image_with_flags_ports_and_probes_that_fit(pod, options):
+def test_the_pod_runs_the_image_with_flags_ports_and_probes_that_fit(pod, accepted):
     spec = pod["StatefulSet"]["spec"]
     assert spec["replicas"] == 1  # a store has one writer
     template = spec["template"]["spec"]
     [container] = template["containers"]
-    flags = accepted(container["args"], options)
+    flags = accepted(container["args"])
     [port] = container["ports"]
     assert str(port["containerPort"]) == flags["--port"]
     assert spec["template"]["metadata"]["annotations"]["prometheus.io/port"] == flags["--port"]

@@ -13,10 +13,10 @@ VALID = {
     "/v1/events": {"events": [{"user_id": 1, "item_id": 4, "event_time": 5, "rating": 2.0, "action": "a",
                                "event_key": "k"}]},
     "/v1/items": {"items": [{"item_id": 4, "event_time": 5, "title": "t", "genres": "war", "year": 1999}]},
-    "/v1/outcomes": {"outcomes": [{"request_id": "r", "item_id": 4, "label": {"like": 1, "rating": 2.5},
+    "/v1/outcomes": {"outcomes": [{"request_id": "r", "item_id": 4, "label": {"like": 1, "rating": 2.5, "shown": 1},
                                    "outcome_key": "k"}]},
 }
-WRONG = {"integer": ["1", 1.5, True, [], {}, 2**200, -(2**200)], "number": ["1", True, [], {}, 10**400],
+WRONG = {"integer": ["1", 1.5, True, [], {}], "number": ["1", True, [], {}, 10**400],
          "string": [1, 1.5, True, [], {}], "array": [1, "x", {}, None], "object": [1, "x", [], None],
          "boolean": [1, "true", None]}
 
@@ -37,8 +37,10 @@ def violations(schema, value, spec, path=()):
     yield from ((path, wrong) for wrong in WRONG.get(kind, []) if not (wrong is None and nullable))
     if "minimum" in schema:
         yield path, min(schema["minimum"] - 1, 2 * schema["minimum"])  # where floats are coarse, 1 is nothing
+        yield path, -(2**200)
     if "maximum" in schema:
         yield path, max(schema["maximum"] + 1, 2 * schema["maximum"])
+        yield path, 2**200
     if "enum" in schema:
         yield path, max(schema["enum"]) + 0.5
     if kind == "string":
@@ -129,9 +131,10 @@ def test_what_a_generator_makes_of_the_schema(predictor):
     statuses = set()
     for result in schema.get_all_operations():
         operation = result.ok()
-        for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
+        modes = list(GenerationMode) if operation.method.upper() == "POST" else [GenerationMode.POSITIVE]
+        for mode in modes:  # what takes nothing cannot be asked wrongly
 
-            @settings(max_examples=12, deadline=None, phases=[Phase.generate], derandomize=True, database=None,
+            @settings(max_examples=8, deadline=None, phases=[Phase.generate], derandomize=True, database=None,
                       suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy(generation_mode=mode))
             def check(case):

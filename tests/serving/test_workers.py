@@ -99,7 +99,7 @@ def event(user, item, **more):
     return {"events": [{"user_id": user, "item_id": item, **more}]}
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, WORKERS - 1), st.integers(0, WORKERS - 1)),
                 min_size=1, max_size=6))
 def test_what_one_worker_acknowledged_the_other_has_seen(site, steps):
