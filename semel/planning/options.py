@@ -85,7 +85,7 @@ def load_search(source: str | Path | Mapping | None = None) -> Options:
 def read_search(section: Section) -> Options:
     from semel.planning.schedules import NAMES
 
-    plain = {each.name: each.default for each in fields(Options)}
+    plain: dict[str, Any] = {each.name: each.default for each in fields(Options)}
     limits, pins = section.section("limits"), section.section("pinned")
     options = Options(
         name=section.text("name", section.stem), description=section.text("description", ""),
