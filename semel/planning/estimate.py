@@ -154,7 +154,21 @@ def _device(work: Workload, layout: Layout, times: list[_Times], indices: list[i
         max((size / work.links[name] for name, size in loads.items()), default=0.0))
 
 
+_KNOWN: dict[tuple[int, int, bool], tuple[Chunk, Mapping[str, float], _Times]] = {}
+
+
 def _times(chunk: Chunk, links: Mapping[str, float], split: bool) -> _Times:
+    """Remembered: a search meets the same chunks under many schedules."""
+    key = (id(chunk), id(links), split)
+    found = _KNOWN.get(key)
+    if found is None:
+        if len(_KNOWN) > 50_000:
+            _KNOWN.clear()
+        found = _KNOWN[key] = (chunk, links, _measure(chunk, links, split))
+    return found[2]
+
+
+def _measure(chunk: Chunk, links: Mapping[str, float], split: bool) -> _Times:
     line = {"forward": 0.0, "backward": 0.0, "weight": 0.0}
     beside = {"forward": 0.0, "backward": 0.0}
     start = end = 0.0
