@@ -62,9 +62,9 @@ def in_flight(schedule: str, stages: int, microbatches: int, chunks: int, device
         return tuple(min(m, p + (1 if schedule == "dualpipe_v" and c == 0 else 0)) for c in range(v))
     if schedule == "zb_h2":
         return (min(m, 2 * (p - d) - 1),) * v
+    if schedule == "greedy":
+        return (min(m, p),) * v  # the least it runs with; it takes more where there is room
     if v == 1:
-        if schedule == "greedy":
-            return (min(m, 2 * (p - d) - 1),)
         return (min(m, p - d),)
     warm = min(m * v, (v - 1) * p + 2 * (p - d) - 1)
     held = [0] * v
