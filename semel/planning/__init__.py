@@ -10,10 +10,11 @@ from semel.planning.files import ready
 from semel.planning.job import Job, Recommender, Transformer, load_job
 from semel.planning.layout import AXES, Layout
 from semel.planning.load import load_cluster
+from semel.planning.validate import validate
 from semel.planning.workload import Chunk, Infeasible, Transfer, Workload, workload
 
 __all__ = [
     "AXES", "Chunk", "Cluster", "Device", "Estimate", "Infeasible", "Job", "Layout", "Level", "Recommender",
     "Technology", "Transfer", "Transformer", "Unit", "Workload", "estimate", "load_cluster", "load_job", "ready",
-    "workload",
+    "validate", "workload",
 ]

@@ -52,6 +52,8 @@ class _Times:
     start: float
     end: float
     """Transfers once a step."""
+    tail: float
+    """The longest part of ``end`` that begins when the last backward ends."""
     start_hidden: bool
     end_hidden: bool
     send: float
@@ -144,7 +146,7 @@ def _device(work: Workload, layout: Layout, times: list[_Times], indices: list[i
     if all(each.start_hidden for each in mine):  # beside one micro-batch
         start = max(0.0, start - sum(each.forward for each in mine))
     if all(each.end_hidden for each in mine):
-        end = max(0.0, end - sum(each.backward for each in mine))
+        end = max(max(each.tail for each in mine) * once, end - sum(each.backward for each in mine))
     loads: dict[str, float] = {}
     for each in mine:
         for name, often, once_a_step in each.loads:
@@ -175,7 +177,7 @@ def _times(chunk: Chunk, links: Mapping[str, float], kind: str) -> _Times:
 def _measure(chunk: Chunk, links: Mapping[str, float], kind: str) -> _Times:
     line = {"forward": 0.0, "backward": 0.0, "weight": 0.0}
     beside = {"forward": 0.0, "backward": 0.0, "any": 0.0}
-    start = end = longest = 0.0
+    start = end = tail = longest = 0.0
     start_hidden = end_hidden = True
     parts: list[tuple[str, tuple[str, str], float]] = []
     for transfer in chunk.transfers:
@@ -187,11 +189,12 @@ def _measure(chunk: Chunk, links: Mapping[str, float], kind: str) -> _Times:
             start_hidden = start_hidden and transfer.hidden
         elif phase == "end":
             end += took
+            tail = max(tail, took / transfer.count)
             end_hidden = end_hidden and transfer.hidden
         elif transfer.hidden or kind == "paired":  # a forward and a backward side by side hide each other's transfers
             where = "any" if transfer.axis == "fsdp" or kind == "paired" else phase
             where = "backward" if where == "weight" else where
-            if transfer.axis == "fsdp":  # weights are fetched ahead: the latency of one hides behind the bytes of another
+            if transfer.axis == "fsdp":  # fetched ahead: the latency of one hides behind the bytes of another
                 longest = max(longest, took)
                 took -= transfer.count * transfer.latency
             beside[where] += took
@@ -222,7 +225,7 @@ def _measure(chunk: Chunk, links: Mapping[str, float], kind: str) -> _Times:
         for name, size in transfer.loads:
             into[name] = into.get(name, 0.0) + size * transfer.count
     return _Times(busy, forward + in_forward + over["forward"], backward + in_backward + over["backward"], weight,
-                  *least, exposed, start, end, start_hidden, end_hidden, send,
+                  *least, exposed, start, end, tail, start_hidden, end_hidden, send,
                   [(name, often.get(name, 0.0), once.get(name, 0.0)) for name in {**often, **once}])
 
 

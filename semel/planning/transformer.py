@@ -230,11 +230,12 @@ class _Builder:
             pick = self.axes.experts if experts else self.axes.group
             if layout.size("fsdp") == 1:
                 group = pick("cp", "dp")
+                n = self._buckets("dp", size, group.n, layers)
                 if layout.zero:
-                    found += self._move("dp", "reduce_scatter", group, size * gradient, "end", ratio=ratio)
-                    found += self._move("dp", "all_gather", group, size * self.size, "start")
+                    found += self._move("dp", "reduce_scatter", group, size * gradient / n, "end", n, ratio=ratio)
+                    found += self._move("dp", "all_gather", group, size * self.size / n, "start", n)
                 else:
-                    found += self._move("dp", "all_reduce", group, size * gradient, "end", ratio=ratio)
+                    found += self._move("dp", "all_reduce", group, size * gradient / n, "end", n, ratio=ratio)
                 continue
             group, across = pick("cp", "fsdp"), pick("dp")
             if layout.size("pp") == 1:
@@ -243,10 +244,19 @@ class _Builder:
                 found += self._move("fsdp", "all_gather", group, each * self.size, "backward", layers)
                 found += self._move("fsdp", "reduce_scatter", group, each * gradient, "weight", layers, ratio=ratio)
             else:
-                found += self._move("fsdp", "all_gather", group, size * self.size, "start")
-                found += self._move("fsdp", "reduce_scatter", group, size * gradient, "end", ratio=ratio)
-            found += self._move("dp", "all_reduce", across, size / group.n * gradient, "end", ratio=ratio)
+                n = self._buckets("fsdp", size, group.n, layers)
+                found += self._move("fsdp", "all_gather", group, size * self.size / n, "start", n)
+                found += self._move("fsdp", "reduce_scatter", group, size * gradient / n, "end", n, ratio=ratio)
+            n = self._buckets("dp", size, across.n, layers)
+            found += self._move("dp", "all_reduce", across, size / group.n * gradient / n, "end", n, ratio=ratio)
         return found
+
+    def _buckets(self, axis: str, weights: float, ranks: int, layers: int) -> int:
+        """Parts that a once-a-step transfer is cut into, to begin before the last backward ends: of 40 million weights,
+        or a million a rank where that is more (Megatron-Core's bucket_size), a layer or more each."""
+        if axis not in self.layout.overlap:
+            return 1
+        return max(1, min(layers, round(weights / max(40e6, 1e6 * ranks))))
 
     def _tied(self, first: bool, last: bool) -> list[Transfer]:
         """Gradients of an embedding that the first and the last stage share."""
