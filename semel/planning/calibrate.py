@@ -181,7 +181,7 @@ def fit_curve(points: Iterable[tuple[float, float]]) -> Curve:
 
 
 def fit_reached(rows: Sequence[Measurement], dtype: str = "bf16", least: float = 0.3, most: float = 1.5) -> float:
-    """``Device.reached`` of ``dtype`` that makes the mean absolute error of the rows smallest (golden section, to 1e-4).
+    """``Device.reached`` of ``dtype`` with the smallest mean absolute error of the rows (golden section, to 1e-4).
 
     Give it the rows that are for fitting only (``Measurement.fitted``). ValueError without rows.
     """
