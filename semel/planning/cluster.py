@@ -36,9 +36,9 @@ class Device:
     """Seconds a kernel costs beside its work (launch, tail)."""
     reserved: float
     """Bytes that a job cannot use: context, communication buffers, fragmentation."""
-    reached: float = 1.0
-    """Share of ``matmul`` and ``attention``, which are microbenchmarks, that training reaches: the one number that
-    ``calibrate.fit_reached`` fits to published step times."""
+    reached: Mapping[str, float] = field(default_factory=dict)
+    """dtype -> share of ``matmul`` and ``attention``, which are microbenchmarks, that training reaches: the one number
+    that ``calibrate.fit_reached`` fits to published step times. 1 for a dtype that is not there."""
     power: float = 0.0
     """Watts at work, with its share of the host."""
     price: float = 0.0

@@ -134,7 +134,7 @@ COEFFICIENTS = {"bandwidth", "latency", "oversubscription", "loss", "distance", 
 def _bare(data, path=""):
     for key, value in data.items():
         here = f"{path}.{key}"
-        if key == "peak":
+        if key in ("peak", "reached"):
             yield from (f"{here}.{dtype}" for dtype, rate in value.items()
                         if not isinstance(rate, dict) or not ({"source", "assumed"} & set(rate)))
         elif key in COEFFICIENTS:

@@ -24,7 +24,7 @@ def test_errors_on_rows_that_no_calibration_has_seen():
 
 
 def test_a_row_is_fitted_or_held_out_by_its_place_alone():
-    for name in ("selene", "dgx-h100", "llama3-meta"):
+    for name in ("selene", "dgx-h100", "dgx-h100-fp8", "llama3-meta"):
         counted = [row for row in measurements(name) if row.counted]
         assert [row.fitted for row in counted] == [index % 2 == 0 for index in range(len(counted))]
         assert not any(row.fitted for row in measurements(name) if not row.counted)
@@ -45,11 +45,12 @@ def test_published_rates_become_seconds():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("names", "device"), [(["selene"], "a100-80"), (["dgx-h100", "llama3-meta"], "h100")])
-def test_the_calibration_in_the_library_is_the_fit(names, device):
+@pytest.mark.parametrize(("names", "device", "dtype"), [
+    (["selene"], "a100-80", "bf16"), (["dgx-h100", "llama3-meta"], "h100", "bf16"), (["dgx-h100-fp8"], "h100", "fp8")])
+def test_the_calibration_in_the_library_is_the_fit(names, device, dtype):
     rows = [row for name in names for row in measurements(name) if row.fitted]
     assert {row.device for row in rows} == {device}
-    assert fit_reached(rows) == pytest.approx(rows[0].cluster.device.reached, abs=0.002)
+    assert fit_reached(rows, dtype) == pytest.approx(rows[0].cluster.device.reached[dtype], abs=0.002)
 
 
 def test_a_measurement_file_of_one_s_own(tmp_path):
