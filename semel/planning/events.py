@@ -66,8 +66,8 @@ def run(tasks: Tasks, bandwidth: Mapping[Hashable, float]) -> tuple[np.ndarray, 
 @kernel
 def fill(active, count, first_load, link, weight, capacity, rate, room, use):
     """Progressive filling: all rates grow alike until a link is full, whose flows stay; then the others go on.
-    ``weight`` [loads]: bytes on the link for each byte of the flow; ``rate`` [tasks] is filled; ``room``, ``use`` [links] are
-    scratch."""
+    ``weight`` [loads]: bytes on the link for each byte of the flow; ``rate`` [tasks] is filled; ``room``, ``use``
+    [links] are scratch."""
     for at in range(len(capacity)):
         room[at] = capacity[at]
     for a in range(count):
