@@ -48,7 +48,7 @@ class Options:
     """``PINS`` -> value; ``order`` a list of axes, ``network`` a table level -> technology."""
     devices: tuple[int, ...] = ()
     """How many devices may be used; empty = all of the cluster."""
-    nodes: int = 4_000
+    nodes: int = 3_000
     """Workloads estimated at most."""
     simulations: int = 48
     """Plans simulated by events at most."""

@@ -45,6 +45,7 @@ def options(plan: Plan, csv: str = "schedule.csv") -> dict[str, object]:
             "--parallelism.pipeline-parallel-schedule": "_PipelineScheduleRuntime",
             "--parallelism.pipeline-parallel-schedule-csv": csv,
             "--parallelism.pipeline-parallel-microbatch-size": layout.microbatch,
+            "--training.disable-cuda-graphs": True,  # they do not run under a pipeline yet
         }
     # Of all options this one is a subcommand, and must come last.
     found[f"activation-checkpoint:{layout.recompute}"] = None
