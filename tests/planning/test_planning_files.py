@@ -118,6 +118,9 @@ def test_scaling_one_coefficient():
     better = found.scaled("levels.unit.technologies.infiniband.efficiency", 2.0)
     assert better.level("unit").technology().efficiency == 1.0
     assert found.scaled("devices.a100-80.peak.bf16", 0.5).device.peak["bf16"] == 156e12
+    assert found.scaled("devices.a100-80.vector", 0.5).uniform
+    with pytest.raises(KeyError, match="no such coefficient"):
+        found.change("devices.a100-80.colour", 1)
     with pytest.raises(KeyError, match="no level 'moon'"):
         found.scaled("levels.moon.bandwidth", 2.0)
     for path in found.assumed:
