@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semel.planning import load_cluster, load_job, ready
@@ -45,6 +45,7 @@ def test_a_wrong_quantity_is_one_clear_error(written, kind, said):
     assert "\n" not in str(error.value)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(UNITS)), st.floats(1e-3, 1e15))
 def test_text_reads_back(kind, value):
     assert math.isclose(parse(text(value, kind), kind), value, rel_tol=1e-3)
