@@ -173,8 +173,8 @@ def test_every_ready_file_loads_and_says_what_it_is():
     for kind, wanted in {
         "devices": {"h100", "h200", "b200", "gb200", "a100-80", "mi300x"},
         "jobs": {"llama3-8b", "llama3-70b", "llama3-405b", "gpt3-175b", "deepseek-v3", "hstu-ranker", "dlrm"},
-        "clusters": {"selene", "meta-region", "two-buildings-10km", "two-buildings-100km", "three-regions", "gb200-nvl72",
-                     "cloud-zones"},
+        "clusters": {"selene", "meta-region", "two-buildings-10km", "two-buildings-100km", "three-regions",
+                     "gb200-nvl72", "cloud-zones"},
     }.items():
         assert wanted <= {name for name, _ in ready(kind)}
 
