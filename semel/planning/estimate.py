@@ -240,11 +240,20 @@ def _round_trip(times: list[_Times], layout: Layout, p: int, m: int, v: int, whe
         way += each.forward + each.backward - each.weight + 2 * each.send
         counts = held.get(device)
         if counts is None:
-            counts = held[device] = list(in_flight(layout.schedule, p, m, v, device))
+            counts = held[device] = list(_under_way(layout.schedule, p, m, v, device))
         under_way = counts[index // p]
         if under_way < m:
             longest = max(longest, way / max(1, under_way))
     return longest
+
+
+def _under_way(schedule: str, p: int, m: int, v: int, device: int) -> tuple[int, ...]:
+    """Micro-batches between their forward and their backward for the input: memory holds more where weights wait."""
+    if schedule == "zb_h1":
+        return in_flight("1f1b", p, m, v, device)
+    if schedule == "zb_h2":
+        return (min(m, 2 * (p - device) - 1),)
+    return in_flight(schedule, p, m, v, device)
 
 
 def _fill(times: list[_Times], schedule: str, p: int, slowest: int) -> float:

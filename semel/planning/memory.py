@@ -51,7 +51,7 @@ class Operation(Protocol):
 def in_flight(schedule: str, stages: int, microbatches: int, chunks: int, device: int) -> tuple[int, ...]:
     """Micro-batches whose activations ``device`` holds at once, for each of its chunks in model order.
 
-    GPipe m; 1F1B and ZB-H1 p - d; ZB-H2 2 (p - d) - 1 (arXiv 2401.10241, section 2); interleaved (v - 1) p +
+    GPipe m; 1F1B p - d; ZB-H1 p and ZB-H2 2 p - 1 everywhere (arXiv 2401.10241, section 2); interleaved (v - 1) p +
     2 (p - d) - 1 over all chunks, in the order in which warm-up fills them (arXiv 2104.04473, section 2.2); ZB-V p
     (arXiv 2405.15362, section 4) and DualPipeV p + 1/2 micro-batches of a whole device. Never above m.
     """
@@ -60,8 +60,10 @@ def in_flight(schedule: str, stages: int, microbatches: int, chunks: int, device
         return (m,) * v
     if schedule in ("zb_v", "dualpipe_v"):
         return tuple(min(m, p + (1 if schedule == "dualpipe_v" and c == 0 else 0)) for c in range(v))
+    if schedule == "zb_h1":
+        return (min(m, p),)  # weights put off keep what forwards no longer do
     if schedule == "zb_h2":
-        return (min(m, 2 * (p - d) - 1),) * v
+        return (min(m, 2 * p - 1),)
     if schedule == "greedy":
         return (min(m, p),) * v  # the least it runs with; it takes more where there is room
     if v == 1:

@@ -134,10 +134,9 @@ class _Builder:
     def _shards(self, experts: bool) -> float:
         """Ranks that the optimizer state of a weight is split over."""
         layout = self.layout
-        axes = ["cp", "fsdp"] if layout.size("fsdp") > 1 else []
-        if layout.zero:
-            axes = ["cp", "fsdp", "dp"]
-        return self._ranks(experts, axes)
+        if layout.size("fsdp") > 1:
+            return self._ranks(experts, ["cp", "fsdp"])  # HSDP: replicas across dp hold the same shards
+        return self._ranks(experts, ["cp", "dp"] if layout.zero else [])
 
     def _ranks(self, experts: bool, axes: list[str]) -> float:
         group = self.axes.experts(*axes) if experts else self.axes.group(*axes)
@@ -161,7 +160,8 @@ class _Builder:
               hidden: bool | None = None, **how: Any) -> list[Transfer]:
         if group.n <= 1 or count <= 0 or size <= 0:
             return []
-        key = (collective, group, size, how.get("skew"), tuple(sorted((how.get("ratio") or {}).items())))
+        key = (collective, group, size, how.get("skew"), how.get("copies"), how.get("units"),
+               tuple(sorted((how.get("ratio") or {}).items())))
         found = None if self.patterns else self.fabric.known.get(key)
         if found is None:
             found = self.fabric.collective(collective, group, size, patterns=self.patterns, **how)
