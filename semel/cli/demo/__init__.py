@@ -40,6 +40,7 @@ def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
         evaluating,
         examples,
         ingesting,
+        planning,
         replaying,
         serving,
         storage,
@@ -56,6 +57,7 @@ def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
         ("serving over HTTP", serving.step),
         ("a request computed once", computing.step),
         ("a batch balanced over trainers", waiting.step),
+        ("the same model on more devices, planned", planning.step),
         ("replay", replaying.step),
     ]
 
