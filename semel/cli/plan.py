@@ -85,9 +85,9 @@ def _written(found: Explained, html: Path | None, trace: Path | None, emit: str 
 
         written += launch(winner, emit, out)
     if trace is not None:
-        from semel.planning.trace import write_trace
+        from semel.planning.trace import write_chrome_trace
 
-        write_trace(winner.trace(), trace)
+        write_chrome_trace(winner.trace(), trace)
         written.append(trace)
     if html is not None:
         from semel.planning.report import write_report

@@ -17,6 +17,7 @@ from semel.planning.files import ready
 from semel.planning.job import Job, Recommender, Transformer, load_job
 from semel.planning.layout import AXES, Layout
 from semel.planning.load import load_cluster
+from semel.planning.validate import validate
 from semel.planning.workload import Chunk, Infeasible, Transfer, Workload, workload
 
 if TYPE_CHECKING:
@@ -30,32 +31,9 @@ _LATER = {"search": "explorer", "explore": "explorer", "Options": "options", "lo
 """Names that need compiled loops, and where they live: imported when they are asked for."""
 
 __all__ = [
-    "AXES",
-    "Chunk",
-    "Cluster",
-    "Device",
-    "Estimate",
-    "Infeasible",
-    "Job",
-    "Layout",
-    "Level",
-    "Options",
-    "Plan",
-    "Recommender",
-    "Technology",
-    "Trace",
-    "Transfer",
-    "Transformer",
-    "Unit",
-    "Workload",
-    "estimate",
-    "explore",
-    "load_cluster",
-    "load_job",
-    "load_search",
-    "ready",
-    "search",
-    "workload",
+    "AXES", "Chunk", "Cluster", "Device", "Estimate", "Infeasible", "Job", "Layout", "Level", "Options", "Plan",
+    "Recommender", "Technology", "Trace", "Transfer", "Transformer", "Unit", "Workload", "estimate", "explore",
+    "load_cluster", "load_job", "load_search", "ready", "search", "validate", "workload",
 ]
 
 

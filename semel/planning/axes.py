@@ -6,6 +6,8 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 
 from semel.planning.cluster import Cluster, Unit
 from semel.planning.layout import AXES, Layout
@@ -115,6 +117,22 @@ def crossing(cluster: Cluster, a: int, b: int) -> int:
     return 0
 
 
+_HOPS: dict[tuple, tuple[Cluster, tuple[int, ...]]] = {}
+
+
+def boundaries(cluster: Cluster, block: int, where: tuple[int, ...]) -> tuple[int, ...]:
+    """Level from each virtual stage to the next; -1 where that is the same device, and behind the last. ``block``:
+    devices from one stage to the next, ``where``: the stage of each virtual stage. Remembered."""
+    key = (id(cluster), block, where)
+    found = _HOPS.get(key)
+    if found is None:
+        if len(_HOPS) > 20_000:
+            _HOPS.clear()
+        levels = [crossing(cluster, a * block, b * block) for a, b in pairwise(where)]
+        found = _HOPS[key] = (cluster, (*levels, -1))
+    return found[1]
+
+
 def _place(cluster: Cluster, position: int) -> tuple[int, int]:
     if len(cluster.levels) == 1:
         return 0, position
@@ -155,7 +173,13 @@ def split_layers(layers: int, speeds: list[float]) -> list[int]:
         while sum(taken) > layers:
             taken[max(range(count), key=lambda index: (taken[index] - share[index], index))] -= 1
         return taken
+    return list(even_layers(layers, count))
+
+
+@lru_cache(maxsize=10_000)
+def even_layers(layers: int, count: int) -> tuple[int, ...]:
+    """Layers of ``count`` equal virtual stages; the ends of the model get the fewer."""
     base, more = divmod(layers, count)
     ends = [end for pair in zip(range(count - 1, -1, -1), range(count), strict=True) for end in pair]
-    fewer = list(dict.fromkeys(ends))[:count - more]
-    return [base if index in fewer else base + 1 for index in range(count)]
+    fewer = set(list(dict.fromkeys(ends))[:count - more])
+    return tuple(base if index in fewer else base + 1 for index in range(count))

@@ -12,7 +12,7 @@ from typing import Any
 
 from semel.planning.cluster import Cluster
 from semel.planning.estimate import estimate
-from semel.planning.job import Job
+from semel.planning.job import Job, Transformer
 from semel.planning.layout import AXES, Layout
 from semel.planning.options import Options
 from semel.planning.plan import Plan, measured
@@ -61,7 +61,7 @@ def _by_rule(space: Space) -> list[Layout]:
         shapes = [shape for shape in fits if shape.sizes.get("tp", 1) == tp]
         plain = [shape for shape in shapes if "fsdp" not in shape.sizes]
         shapes = plain or shapes
-        if space.job.experts:
+        if isinstance(space.job, Transformer) and space.job.experts:
             shapes = _one_expert_size(space, shapes)
     layouts = []
     for shape in shapes:

@@ -34,16 +34,22 @@ class Floors:
     def _devices(self) -> list[Device]:
         return list({unit.device.name: unit.device for unit in self._space.cluster.units}.values())
 
+    @property
+    def _model(self) -> Transformer:
+        job = self._space.job
+        assert isinstance(job, Transformer)
+        return job
+
     @cached_property
     def _weights(self) -> tuple[float, float]:
         """(all weights, those of routed experts)."""
-        job = self._space.job
+        job = self._model
         return job.parameters(), sum(job.layer_parameters(layer)[1] for layer in range(job.layers))
 
     @cached_property
     def _any_batch(self) -> Transformer:
         """The job with a batch that divides whatever is asked."""
-        job = self._space.job
+        job = self._model
         return replace(job, batch=lcm(*self._space.microbatch_sizes) * max(1, job.experts))
 
     def seconds(self, shape: Shape) -> float:
@@ -88,14 +94,14 @@ class Floors:
             layout = Layout(shape.sizes, microbatch=shape.microbatch,
                             recompute=shape.recompute,  # type: ignore[arg-type]
                             overlap=frozenset(self._space.options.overlap))
-            compute, kept = min(self._model(device, layout) for device in self._devices)
+            compute, kept = min(self._whole(device, layout) for device in self._devices)
             self._parts[key] = (compute, self._in_line(layout), kept)
         return self._parts[key]
 
-    def _model(self, device: Device, layout: Layout) -> tuple[float, float]:
+    def _whole(self, device: Device, layout: Layout) -> tuple[float, float]:
         """(seconds of one micro-batch through the whole model, bytes of activations of the layer that keeps the
         least)."""
-        job = self._space.job
+        job = self._model
         sparse = sum(job.is_moe(layer) for layer in range(job.layers))
         seconds = _seconds(embedding(device, job, layout)) + _seconds(head(device, job, layout))
         kept = float("inf")

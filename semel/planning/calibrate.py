@@ -142,7 +142,7 @@ def calibrated(device: Device, samples: Sequence[Sample]) -> Device:
     changed: dict[str, Any] = {}
     if matmul:
         changed["matmul"] = fit_curve(matmul)
-        changed["reached"] = 1.0
+        changed["reached"] = {}
     if attention:
         changed["attention"] = fit_curve(attention)
     if moved:
@@ -180,8 +180,8 @@ def fit_curve(points: Iterable[tuple[float, float]]) -> Curve:
     return Curve.of(found)
 
 
-def fit_reached(rows: Sequence[Measurement], least: float = 0.3, most: float = 1.5) -> float:
-    """``Device.reached`` that makes the mean absolute error of the rows smallest (golden section, to 1e-4).
+def fit_reached(rows: Sequence[Measurement], dtype: str = "bf16", least: float = 0.3, most: float = 1.5) -> float:
+    """``Device.reached`` of ``dtype`` with the smallest mean absolute error of the rows (golden section, to 1e-4).
 
     Give it the rows that are for fitting only (``Measurement.fitted``). ValueError without rows.
     """
@@ -193,17 +193,17 @@ def fit_reached(rows: Sequence[Measurement], least: float = 0.3, most: float = 1
         errors = []
         for row in rows:
             if id(row.cluster) not in clusters:
-                clusters[id(row.cluster)] = with_reached(row.cluster, reached)
+                clusters[id(row.cluster)] = with_reached(row.cluster, dtype, reached)
             errors.append(abs(predicted(replace(row, cluster=clusters[id(row.cluster)])).error))
         return sum(errors) / len(errors)
 
     return golden(loss, least, most)
 
 
-def with_reached(cluster: Cluster, reached: float) -> Cluster:
-    """The cluster with another ``Device.reached``, on all its devices."""
+def with_reached(cluster: Cluster, dtype: str, reached: float) -> Cluster:
+    """The cluster with another ``Device.reached`` of a dtype, on all its devices."""
     for name in {unit.device.name for unit in cluster.units}:
-        cluster = cluster.change(f"devices.{name}.reached", reached)
+        cluster = cluster.change(f"devices.{name}.reached.{dtype}", reached)
     return cluster
 
 
@@ -231,8 +231,9 @@ def device_toml(device: Device, source: str) -> str:
              f'memory = "{device.memory:.0f} B"', f'memory_bandwidth = "{device.memory_bandwidth:.6g} B/s"',
              f'matmul = {{ value = {curve(device.matmul)}, source = "{source}" }}',
              f'attention = {{ value = {curve(device.attention)}, source = "{source}" }}',
-             f'vector = {{ value = {device.vector:.4f}, source = "{source}" }}', f'reached = {device.reached:.4f}',
+             f'vector = {{ value = {device.vector:.4f}, source = "{source}" }}', 
              f'kernel = "{device.kernel:.6g} s"', f'reserved = "{device.reserved:.0f} B"',
              f'power = "{device.power:g} W"', f'price = "{device.price:g} $/h"', "", "[peak]"]
     lines += [f'{dtype} = "{rate:.6g} flop/s"' for dtype, rate in device.peak.items()]
+    lines += ["", "[reached]", *(f"{dtype} = {share:.4f}" for dtype, share in device.reached.items())]
     return "\n".join(lines) + "\n"

@@ -36,9 +36,9 @@ class Device:
     """Seconds a kernel costs beside its work (launch, tail)."""
     reserved: float
     """Bytes that a job cannot use: context, communication buffers, fragmentation."""
-    reached: float = 1.0
-    """Share of ``matmul`` and ``attention``, which are microbenchmarks, that training reaches: the one number that
-    ``calibrate.fit_reached`` fits to published step times."""
+    reached: Mapping[str, float] = field(default_factory=dict)
+    """dtype -> share of ``matmul`` and ``attention``, which are microbenchmarks, that training reaches: the one number
+    that ``calibrate.fit_reached`` fits to published step times. 1 for a dtype that is not there."""
     power: float = 0.0
     """Watts at work, with its share of the host."""
     price: float = 0.0
@@ -201,16 +201,13 @@ class Cluster:
         if parts[0] == "devices" and len(parts) in (3, 4):
             if not any(unit.device.name == parts[1] for unit in self.units):
                 raise KeyError(f"{path}: cluster {self.name!r} has no device {parts[1]!r}")
-            units = []
-            for unit in self.units:
-                device = unit.device
-                if device.name == parts[1]:
-                    if len(parts) == 4:
-                        device = _replace(device, parts[2], {**getattr(device, parts[2]), parts[3]: value}, path)
-                    else:
-                        device = _replace(device, parts[2], value, path)
-                units.append(replace(unit, device=device))
-            return replace(self, units=tuple(units))
+            changed_devices: dict[int, Device] = {}  # units with one device keep having one
+            for device in (unit.device for unit in self.units):
+                if device.name == parts[1] and id(device) not in changed_devices:
+                    new = value if len(parts) == 3 else {**getattr(device, parts[2], {}), parts[3]: value}
+                    changed_devices[id(device)] = _replace(device, parts[2], new, path)
+            return replace(self, units=tuple(replace(unit, device=changed_devices.get(id(unit.device), unit.device))
+                                             for unit in self.units))
         raise KeyError(f"{path}: no such coefficient; paths begin with levels. or devices.")
 
     def value(self, path: str) -> Any:

@@ -28,16 +28,24 @@ def product(device: Device, dtype: str, m: float, n: float, k: float, size: floa
     """
     flops = 2.0 * m * n * k
     moved = size * (m * k + k * n + m * n)
-    busy = flops / (peak(device, dtype) * device.matmul(harmonic(m, n, k)) * device.reached)
+    busy = flops / (peak(device, dtype) * device.matmul(harmonic(m, n, k)) * reached(device, dtype))
     return times * (max(busy, moved / (device.memory_bandwidth * device.vector)) + device.kernel)
+
+
+_TWIN = {"fp16": "bf16", "bf16": "fp16"}
 
 
 def peak(device: Device, dtype: str) -> float:
     """FLOP/s; fp16 and bf16 stand in for each other. KeyError names the dtypes that there are."""
-    for name in (dtype, {"fp16": "bf16", "bf16": "fp16"}.get(dtype, dtype)):
+    for name in (dtype, _TWIN.get(dtype, dtype)):
         if name in device.peak:
             return device.peak[name]
     raise KeyError(f"device {device.name!r} has no peak for {dtype!r}; it has: {', '.join(device.peak)}")
+
+
+def reached(device: Device, dtype: str) -> float:
+    """``Device.reached`` of a dtype; fp16 and bf16 stand in for each other."""
+    return device.reached.get(dtype, device.reached.get(_TWIN.get(dtype, dtype), 1.0))
 
 
 def elementwise(device: Device, moved: float, kernels: float = 1.0) -> float:
@@ -93,7 +101,7 @@ def attention_core(device: Device, job: Transformer, layout: Layout) -> tuple[fl
     if job.fused_attention:
         flops *= 0.5 if job.causal else 1.0
         dtype = "bf16" if BYTES[job.dtype] < 2 else job.dtype  # 8-bit training computes attention in 16
-        speed = peak(device, dtype) * device.attention(job.sequence) * device.reached
+        speed = peak(device, dtype) * device.attention(job.sequence) * reached(device, dtype)
         return flops / speed + device.kernel, 2.5 * flops / speed + device.kernel, 4.0 * rows * heads
     per_head = layout.microbatch * heads
     length = job.sequence / cp
@@ -227,7 +235,7 @@ def hstu_layer(device: Device, job: Recommender, events: float, squares: float) 
     weight = sum(product(device, job.dtype, k, n, m, size) for m, n, k in shapes)
     flops = 0.5 * 4.0 * squares * inner
     length = squares / max(1.0, events)
-    speed = peak(device, job.dtype) * device.attention(max(1.0, length)) * device.reached
+    speed = peak(device, job.dtype) * device.attention(max(1.0, length)) * reached(device, job.dtype)
     moved = size * events * (2 * job.width + 8 * inner + 3 * inner + 3 * job.width)
     return Part(forward + flops / speed + elementwise(device, moved, 5),
                 back + 2.5 * flops / speed + elementwise(device, 2 * moved, 7), weight,

@@ -39,6 +39,8 @@ class Estimate:
 class _Times:
     """A chunk and micro-batch: seconds of forward and backward with what is exposed, and without what may hide."""
 
+    busy: float
+    """Of both, in the steady state of the schedule."""
     forward: float
     backward: float
     weight: float
@@ -50,6 +52,8 @@ class _Times:
     start: float
     end: float
     """Transfers once a step."""
+    tail: float
+    """The longest part of ``end`` that begins when the last backward ends."""
     start_hidden: bool
     end_hidden: bool
     send: float
@@ -78,13 +82,14 @@ def estimate(work: Workload, layout: Layout) -> Estimate:
     """
     p, m, v = work.stages, work.microbatches, layout.chunks
     where = placement(layout.schedule, p, v)
+    kind = "paired" if layout.schedule == "dualpipe_v" else "split" if layout.schedule in SPLIT else "whole"
     known: dict[int, _Times] = {}
     times: list[_Times] = []
     held: list[list[int]] = [[] for _ in range(p)]
     for index, chunk in enumerate(work.chunks):
         found = known.get(id(chunk))
         if found is None:
-            found = known[id(chunk)] = _times(chunk, work.links, layout.schedule in SPLIT)
+            found = known[id(chunk)] = _times(chunk, work.links, kind)
         times.append(found)
         held[where[index]].append(index)
     kinds: dict[tuple[int, ...], _Device] = {}  # inner devices are alike
@@ -100,8 +105,8 @@ def estimate(work: Workload, layout: Layout) -> Estimate:
     start = max(device.start for device in kinds.values())
     end = max(device.end for device in kinds.values())
     updates = max(device.update for device in kinds.values())
-    seconds = start + _fill(times, layout.schedule, p, slowest) + m * period + end + updates
     lower = max(_lower(times, layout.schedule, where, p, m, devices), max(device.links for device in kinds.values()))
+    seconds = max(lower, start + _fill(times, layout.schedule, p, slowest) + m * period + end + updates)
     exposed: dict[tuple[str, str], float] = {}
     for index in held[slowest]:
         for key_of, value in times[index].exposed.items():
@@ -111,7 +116,7 @@ def estimate(work: Workload, layout: Layout) -> Estimate:
             for key_of, part in _shares(work, phase).items():
                 exposed[key_of] = exposed.get(key_of, 0.0) + shown * part
     compute = m * busiest.compute + updates
-    return Estimate(seconds, min(lower, seconds), compute, max(0.0, seconds - compute - sum(exposed.values())), exposed,
+    return Estimate(seconds, lower, compute, max(0.0, seconds - compute - sum(exposed.values())), exposed,
                     by_stage(work, layout), work.flops / (seconds * work.peak_flops) if seconds else 0.0)
 
 
@@ -141,25 +146,40 @@ def _device(work: Workload, layout: Layout, times: list[_Times], indices: list[i
     if all(each.start_hidden for each in mine):  # beside one micro-batch
         start = max(0.0, start - sum(each.forward for each in mine))
     if all(each.end_hidden for each in mine):
-        end = max(0.0, end - sum(each.backward for each in mine))
+        end = max(max(each.tail for each in mine) * once, end - sum(each.backward for each in mine))
     loads: dict[str, float] = {}
     for each in mine:
         for name, often, once_a_step in each.loads:
             loads[name] = loads.get(name, 0.0) + often * work.microbatches + once_a_step * once
     return _Device(
-        sum(each.forward + each.backward for each in mine),
+        sum(each.busy for each in mine),
         sum(each.least_forward + each.least_backward for each in mine), sum(each.least_weight for each in mine),
         sum(chunk.forward + chunk.backward_input + chunk.backward_weight for chunk in chunks), start, end,
         sum(chunk.update for chunk in chunks),
         max((size / work.links[name] for name, size in loads.items()), default=0.0))
 
 
-def _times(chunk: Chunk, links: Mapping[str, float], split: bool) -> _Times:
+_KNOWN: dict[tuple[int, int, str], tuple[Chunk, Mapping[str, float], _Times]] = {}
+
+
+def _times(chunk: Chunk, links: Mapping[str, float], kind: str) -> _Times:
+    """Remembered: a search meets the same chunks under many schedules. ``kind``: backwards ``whole``, ``split`` in two,
+    or ``paired`` with forwards."""
+    key = (id(chunk), id(links), kind)
+    found = _KNOWN.get(key)
+    if found is None:
+        if len(_KNOWN) > 50_000:
+            _KNOWN.clear()
+        found = _KNOWN[key] = (chunk, links, _measure(chunk, links, kind))
+    return found[2]
+
+
+def _measure(chunk: Chunk, links: Mapping[str, float], kind: str) -> _Times:
     line = {"forward": 0.0, "backward": 0.0, "weight": 0.0}
-    beside = {"forward": 0.0, "backward": 0.0}
-    start = end = 0.0
+    beside = {"forward": 0.0, "backward": 0.0, "any": 0.0}
+    start = end = tail = longest = 0.0
     start_hidden = end_hidden = True
-    kinds: list[tuple[str, tuple[str, str], float, bool]] = []
+    parts: list[tuple[str, tuple[str, str], float]] = []
     for transfer in chunk.transfers:
         took, level = alone(transfer, links)
         took *= transfer.count
@@ -169,24 +189,34 @@ def _times(chunk: Chunk, links: Mapping[str, float], split: bool) -> _Times:
             start_hidden = start_hidden and transfer.hidden
         elif phase == "end":
             end += took
+            tail = max(tail, took / transfer.count)
             end_hidden = end_hidden and transfer.hidden
-        elif transfer.hidden:
-            phase = "forward" if phase == "forward" else "backward"
-            beside[phase] += took
-            kinds.append((phase, (transfer.axis, level), took, True))
+        elif transfer.hidden or kind == "paired":  # a forward and a backward side by side hide each other's transfers
+            where = "any" if transfer.axis == "fsdp" or kind == "paired" else phase
+            where = "backward" if where == "weight" else where
+            if transfer.axis == "fsdp":  # fetched ahead: the latency of one hides behind the bytes of another
+                longest = max(longest, took)
+                took -= transfer.count * transfer.latency
+            beside[where] += took
+            parts.append((where, (transfer.axis, level), took))
+            if not transfer.hidden:
+                line[phase] += took
         else:
             line[phase] += took
-            kinds.append((phase, (transfer.axis, level), took, False))
-    compute = {"forward": chunk.forward, "backward": chunk.backward_input + chunk.backward_weight}
-    over = {phase: max(0.0, beside[phase] - compute[phase]) for phase in beside}
+            parts.append(("", (transfer.axis, level), took))
+    forward, backward = chunk.forward, chunk.backward_input + chunk.backward_weight
+    over = {"forward": max(0.0, beside["forward"] - forward), "backward": max(0.0, beside["backward"] - backward),
+            "any": max(0.0, max(beside["any"], longest) - forward - backward)}
     exposed: dict[tuple[str, str], float] = {}
-    for phase, key, took, hidden in kinds:
-        shown = took * (over[phase] / beside[phase] if beside[phase] else 0.0) if hidden else took
+    for where, key, took in parts:
+        shown = took if not where else took * over[where] / beside[where] if beside[where] else 0.0
         if shown > 0:
             exposed[key] = exposed.get(key, 0.0) + shown
-    weight = chunk.backward_weight + line["weight"]
-    least_forward = chunk.forward + line["forward"]
-    least_backward = chunk.backward_input + line["backward"] + weight
+    weight = chunk.backward_weight + line["weight"] if kind != "whole" else 0.0
+    in_forward, in_backward = line["forward"], line["backward"] + line["weight"]
+    busy = forward + backward + sum(over.values()) + (in_forward + in_backward if kind != "paired" else 0.0)
+    least = (forward, backward, chunk.backward_weight) if kind == "paired" else (
+        forward + in_forward, backward + in_backward, weight)
     send = alone(chunk.send, links)[0] if chunk.send is not None else 0.0
     often: dict[str, float] = {}
     once: dict[str, float] = {}
@@ -194,15 +224,14 @@ def _times(chunk: Chunk, links: Mapping[str, float], split: bool) -> _Times:
         into = once if transfer.phase in ("start", "end") else often
         for name, size in transfer.loads:
             into[name] = into.get(name, 0.0) + size * transfer.count
-    return _Times(least_forward + over["forward"], least_backward + over["backward"], weight if split else 0.0,
-                  least_forward, least_backward, weight if split else 0.0, exposed, start, end, start_hidden,
-                  end_hidden, send,
+    return _Times(busy, forward + in_forward + over["forward"], backward + in_backward + over["backward"], weight,
+                  *least, exposed, start, end, tail, start_hidden, end_hidden, send,
                   [(name, often.get(name, 0.0), once.get(name, 0.0)) for name in {**often, **once}])
 
 
 def _round_trip(times: list[_Times], layout: Layout, p: int, m: int, v: int, where: tuple[int, ...]) -> float:
     """Longest over chunks of (from its forward to its backward) / (micro-batches under way there)."""
-    if len(times) == 1 or layout.schedule == "gpipe" or all(each.send == 0 for each in times):
+    if len(times) == 1 or layout.schedule in ("gpipe", "greedy") or all(each.send == 0 for each in times):
         return 0.0
     held: dict[int, list[int]] = {}
     longest, way = 0.0, 0.0
@@ -211,11 +240,20 @@ def _round_trip(times: list[_Times], layout: Layout, p: int, m: int, v: int, whe
         way += each.forward + each.backward - each.weight + 2 * each.send
         counts = held.get(device)
         if counts is None:
-            counts = held[device] = list(in_flight(layout.schedule, p, m, v, device))
+            counts = held[device] = list(_under_way(layout.schedule, p, m, v, device))
         under_way = counts[index // p]
         if under_way < m:
             longest = max(longest, way / max(1, under_way))
     return longest
+
+
+def _under_way(schedule: str, p: int, m: int, v: int, device: int) -> tuple[int, ...]:
+    """Micro-batches between their forward and their backward for the input: memory holds more where weights wait."""
+    if schedule == "zb_h1":
+        return in_flight("1f1b", p, m, v, device)
+    if schedule == "zb_h2":
+        return (min(m, 2 * (p - device) - 1),)
+    return in_flight(schedule, p, m, v, device)
 
 
 def _fill(times: list[_Times], schedule: str, p: int, slowest: int) -> float:
@@ -224,9 +262,9 @@ def _fill(times: list[_Times], schedule: str, p: int, slowest: int) -> float:
     hops = 2 * sum(each.send for each in first[:-1])
     others = [each for index, each in enumerate(first) if index != slowest]
     f, b, w = (sum(getattr(each, name) for each in others) for name in ("forward", "backward", "weight"))
-    if schedule == "zb_h1":
+    if schedule in ("zb_h1", "greedy"):
         idle = f + b - 2 * w
-    elif schedule in ("zb_h2", "zb_v", "greedy"):
+    elif schedule in ("zb_h2", "zb_v"):
         idle = f + b - 3 * w
     elif schedule == "dualpipe_v":
         idle = f + 2 * b - 3 * w

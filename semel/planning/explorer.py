@@ -19,7 +19,7 @@ from semel.planning.cluster import Cluster
 from semel.planning.estimate import Estimate, estimate
 from semel.planning.job import Job
 from semel.planning.layout import Layout
-from semel.planning.options import Options
+from semel.planning.options import RECOMPUTE, Options
 from semel.planning.plan import HOUR, Plan, bubbles, egress, measured, ranked, titled
 from semel.planning.space import PLACED, Shape, Space, divisors
 from semel.planning.units import text
@@ -29,6 +29,8 @@ Progress = Callable[[str, int, int | None], None]
 
 DESCENTS = 10
 """Layouts that are improved choice by choice."""
+STARTS = 2
+"""Layouts of each split of the model that are tried as starts."""
 DESCENT_SHARE = 0.4
 """Of the nodes, at most, spent on descents and on where to begin them, if the space is small enough to be swept."""
 SWEPT = 20
@@ -217,7 +219,8 @@ class _State:
     @cached_property
     def _shapes(self) -> list[Shape]:
         """Those whose weights and least activations fit."""
-        room = self.options.memory * max(unit.device.memory for unit in self.space.cluster.units)
+        room = self.options.memory * max(
+            unit.device.memory - unit.device.reserved for unit in self.space.cluster.units)
         fitting = [shape for shape in self.space.shapes if self.floors.memory(shape) <= room]
         if not fitting:  # one will have to say what is missing
             fitting = [min(self.space.shapes, key=self.floors.memory)]
@@ -230,20 +233,33 @@ class _State:
         large = SWEPT * len(self._shapes) > self.options.nodes
         budget = self.options.nodes if large else int(self.options.nodes * DESCENT_SHARE)
         starts = [found for layout in begin if (found := self.value(layout)) is not None]
-        kinds: dict[Any, Candidate] = {}  # the best start of each split of the model: descents should differ
+        kinds: dict[Any, list[Candidate]] = {}  # the best starts of each split of the model: descents should differ
+        hopeless: dict[Any, list[tuple[int, int]]] = {}
         for shape in self._promising():
             if self.nodes >= budget // 2:
                 break
             kind = tuple(shape.sizes.get(axis, 1) for axis in ("tp", "cp", "ep", "pp", "table"))
-            for found in map(self.value, self._typical(shape)):
-                if found is not None and (kind not in kinds or found < kinds[kind]):
-                    kinds[kind] = found
+            sizes, frugal = tuple(sorted(shape.sizes.items())), RECOMPUTE.index(shape.recompute)
+            if len(kinds.get(kind, ())) >= STARTS or any(  # what takes more than one that did not fit
+                    size <= shape.microbatch and kept >= frugal for size, kept in hopeless.get(sizes, ())):
+                continue
+            found = min((each for each in map(self.value, self._typical(shape)) if each is not None), default=None)
+            if found is None:
+                hopeless.setdefault(sizes, []).append((shape.microbatch, frugal))
+            else:
+                kinds.setdefault(kind, []).append(found)
+        if not starts and not kinds:  # memory is what is short: those that take the least
+            for shape in sorted(self._shapes, key=self.floors.memory):
+                if self.nodes >= self.options.nodes or len(kinds) >= DESCENTS:
+                    break
+                kinds |= {found.key: [found] for found in map(self.value, self._typical(shape)) if found is not None}
         given = {key_of(layout) for layout in begin}
-        starts += sorted(kinds.values())
+        starts += sorted(map(min, kinds.values()))
+        allowed = self.nodes + self.options.nodes // 10  # at least so many for descents
         reached: set[tuple[Any, ...]] = set()
         ends = []
         for found in starts[: DESCENTS + len(given)]:
-            while self.nodes < budget and found.key not in reached:
+            while self.nodes < max(budget, allowed) and found.key not in reached:
                 reached.add(found.key)
                 better = found
                 for block in self._blocks(found.layout):
@@ -270,9 +286,12 @@ class _State:
         chosen = {min(orders, key=lambda order, want=want: sum(  # type: ignore[misc]
             abs(order.index(axis) - at) for at, axis in enumerate(a for a in want if a in order)), default=())
             for want in wanted}
-        for order in sorted(chosen):
-            for name, chunks in pipelines[:2]:
-                yield space.layout(shape, order, name, chunks, network, {})
+        for name, chunks in pipelines[:2]:
+            for order in sorted(chosen):
+                layout = space.layout(shape, order, name, chunks, network, {})
+                yield layout
+                if self._known.get(key_of(layout)) is None:  # memory does not depend on the order
+                    break
 
     def _first_network(self, shape: Shape) -> dict[str, str]:
         return self.space.networks(self.space.spanned(shape.sizes))[0]

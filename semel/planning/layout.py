@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 AXES = ("tp", "cp", "ep", "pp", "dp", "fsdp", "table")
@@ -56,6 +57,7 @@ class Layout:
         return product
 
 
+@lru_cache(maxsize=10_000)
 def placement(schedule: str, stages: int, chunks: int) -> tuple[int, ...]:
     """Virtual stage, in model order -> device of the pipeline: round after round, or there and back (``V_SHAPED``)."""
     if schedule in V_SHAPED and chunks == 2:

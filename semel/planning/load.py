@@ -75,12 +75,15 @@ def _device(section: Section) -> Device:
     peak.done()
     if not rates:
         section.fail("peak", f"give FLOP/s of at least one dtype: {', '.join(BYTES)}")
+    part = section.section("reached")
+    reached = {dtype: part.number(dtype, least=0.05, most=2.0) for dtype in BYTES if dtype in part}
+    part.done()
     device = Device(
         name=section.text("name", section.stem), peak=rates, memory=section.quantity("memory", "size"),
         memory_bandwidth=section.quantity("memory_bandwidth", "bandwidth"), matmul=_curve(section, "matmul"),
         attention=_curve(section, "attention"), vector=section.number("vector", least=0.01, most=1.0),
         kernel=section.quantity("kernel", "time"), reserved=section.quantity("reserved", "size"),
-        reached=section.number("reached", 1.0, least=0.05, most=2.0),
+        reached=reached,
         power=section.quantity("power", "power", 0.0), price=section.quantity("price", "price", 0.0))
     section.text("description", "")
     section.done()

@@ -48,7 +48,7 @@ class Options:
     """``PINS`` -> value; ``order`` a list of axes, ``network`` a table level -> technology."""
     devices: tuple[int, ...] = ()
     """How many devices may be used; empty = all of the cluster."""
-    nodes: int = 4_000
+    nodes: int = 3_000
     """Workloads estimated at most."""
     simulations: int = 48
     """Plans simulated by events at most."""
@@ -85,7 +85,7 @@ def load_search(source: str | Path | Mapping | None = None) -> Options:
 def read_search(section: Section) -> Options:
     from semel.planning.schedules import NAMES
 
-    plain = {each.name: each.default for each in fields(Options)}
+    plain: dict[str, Any] = {each.name: each.default for each in fields(Options)}
     limits, pins = section.section("limits"), section.section("pinned")
     options = Options(
         name=section.text("name", section.stem), description=section.text("description", ""),

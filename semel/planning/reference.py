@@ -118,18 +118,16 @@ def run(work: Workload, plan: Schedule) -> tuple[list[list[tuple[float, float]]]
     arrived = {("F", 0, microbatch): 0.0 for microbatch in range(plan.count)}
     times: list[list[tuple[float, float]]] = [[] for _ in range(plan.devices)]
     running = {d: device(d) for d in range(plan.devices)}
-    wants = {}
-    for d, one in running.items():
-        wants[d] = next(one, None)
-    while any(want is not None for want in wants.values()):
-        able = [d for d, want in wants.items() if want is not None and want in arrived]
+    wants = {d: next(one) for d, one in running.items() if len(plan.ops[d])}
+    while wants:
+        able = [(d, want) for d, want in wants.items() if want in arrived]
         if not able:
             raise ValueError(f"{plan.name} comes to a standstill")
-        for d in able:
+        for d, want in able:
             try:
-                wants[d] = running[d].send(arrived[wants[d]])
+                wants[d] = running[d].send(arrived[want])
             except StopIteration:
-                wants[d] = None
+                del wants[d]
     return times, max(ends)
 
 

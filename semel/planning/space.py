@@ -12,7 +12,7 @@ from typing import Any
 
 from semel.planning.axes import cached_span
 from semel.planning.cluster import Cluster
-from semel.planning.job import Job
+from semel.planning.job import Job, Recommender
 from semel.planning.layout import Layout
 from semel.planning.options import Options
 from semel.planning.schedules import CHUNKS
@@ -104,7 +104,7 @@ class Space:
     def _model(self, devices: int) -> Iterator[dict[str, int]]:
         """Ranks along the axes that split the model or the sequence."""
         job = self.job
-        if job.kind == "recommender":
+        if isinstance(job, Recommender):
             yield {"tp": 1, "cp": 1, "pp": 1}
             return
         for tp in self._sizes("tp", devices):
@@ -115,9 +115,10 @@ class Space:
 
     def _experts(self, ranks: int) -> tuple[int, ...]:
         """Ranks that experts may be spread over."""
-        if self.job.kind == "recommender" or not self.job.experts:
+        if isinstance(self.job, Recommender) or not self.job.experts:
             return (1,)
-        return tuple(size for size in self._sizes("ep", ranks) if self.job.experts % size == 0)
+        experts = self.job.experts
+        return tuple(size for size in self._sizes("ep", ranks) if experts % size == 0)
 
     def orders(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
         """Ways to lay the axes over the levels, innermost first: one of those that put every axis on the same
@@ -169,7 +170,7 @@ class Space:
 
     @property
     def _layers(self) -> int:
-        return self.job.layers if self.job.kind == "transformer" else 1
+        return 1 if isinstance(self.job, Recommender) else self.job.layers
 
     def networks(self, levels: int) -> tuple[dict[str, str], ...]:
         """Technology of each of the innermost ``levels`` levels that offer a choice; the others keep their first."""

@@ -225,7 +225,7 @@ def operate(i, d, start, program):
 
     computed = max(start + computation, max(start + computation * (1 - 1 / parts), last_gather) + computation / parts)
     if gather_key >= 0:
-        program.exposed[d, gather_key] += computed - start - computation
+        program.exposed[d, gather_key] += computed - (start + computation)
     now = computed
     for j in range(i, after):
         operation = program.operations[j]

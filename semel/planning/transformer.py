@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from semel.planning.axes import Axes, compression, split_layers
+from semel.planning.axes import Axes, boundaries, compression, even_layers, split_layers
 from semel.planning.cluster import Cluster, Device
 from semel.planning.compute import NOTHING, Part, embedding, head, peak, transformer_layer, update
 from semel.planning.job import Transformer
@@ -22,26 +22,27 @@ def transformer_workload(cluster: Cluster, job: Transformer, layout: Layout) -> 
     microbatches = _fits(job, layout)
     stages, count = layout.size("pp"), layout.size("pp") * layout.chunks
     where = placement(layout.schedule, stages, layout.chunks)
-    units = axes.stage_units(stages, layout.devices)
-    devices = [min((unit.device for unit in found), key=lambda device: peak(device, job.dtype)) for found in units]
-    speeds = {id(device): 1.0 for device in devices}
-    if len(speeds) > 1:
-        speeds = {id(device): 1.0 / layer_part(device, job, layout, job.experts > 0).forward for device in devices}
-    layers = split_layers(job.layers, [speeds[id(devices[stage])] for stage in where])
+    if cluster.uniform:
+        devices, least = [cluster.device] * stages, cluster.device.memory - cluster.device.reserved
+        layers = list(even_layers(job.layers, count))
+    else:
+        units = axes.stage_units(stages, layout.devices)
+        devices = [min((unit.device for unit in found), key=lambda device: peak(device, job.dtype)) for found in units]
+        least = min(unit.device.memory - unit.device.reserved for found in units for unit in found)
+        speed = {id(device): 1.0 / layer_part(device, job, layout, job.experts > 0).forward for device in devices}
+        layers = split_layers(job.layers, [speed[id(devices[stage])] for stage in where])
     builder = _Builder(job, layout, axes, fabric(cluster, layout.network))
+    hops = boundaries(cluster, axes.block, where)
     chunks: list[Chunk] = []
-    first = 0
+    first, dense_layers = 0, job.dense_layers if job.experts else job.layers
     for index in range(count):
         after = first + layers[index]
-        kinds = max(0, after - max(first, job.dense_layers)) if job.experts else 0
+        moe = max(0, after - max(first, dense_layers))
+        chunks.append(builder.chunk(devices[where[index]], layers[index] - moe, moe, index == 0, index == count - 1,
+                                    hops[index]))
         first = after
-        hop = axes.boundary(where[index], where[index + 1]) if index + 1 < count else None
-        chunks.append(builder.chunk(devices[where[index]], layers[index] - kinds, kinds, index == 0, index == count - 1,
-                                    hop, index + 1 < count and where[index] != where[index + 1]))
-    used = {id(unit): unit for found in units for unit in found}.values()
-    each = layout.devices / len(units)
-    return Workload(tuple(chunks), layout.devices, stages, microbatches, builder.fabric.links,
-                    min(unit.device.memory - unit.device.reserved for unit in used), _flops(job),
+    each = layout.devices / stages
+    return Workload(tuple(chunks), layout.devices, stages, microbatches, builder.fabric.links, least, _flops(job),
                     sum(each * peak(device, job.dtype) for device in devices))
 
 
@@ -79,6 +80,9 @@ class _Builder:
         self.rows = layout.microbatch * job.sequence / layout.size("cp")
         self.tp = layout.size("tp")
         self.known: dict[tuple, Chunk] = {}
+        self.key = (id(job), id(self.fabric), tuple(self.axes.parts.items()), self.axes.expert, layout.microbatch,
+                    layout.recompute, layout.sequence_parallel, layout.zero, layout.overlap,
+                    tuple(sorted(layout.compress.items())))
         self.patterns = _patterns(self.axes) if any(t.routing == "circuit" for t in self.fabric.technologies) else None
         dense, routed = job.layer_parameters(0)[0], 0.0
         if job.experts:
@@ -88,15 +92,22 @@ class _Builder:
         self.dense_layer, self.routed_layer = dense / self.tp, routed / self.tp / layout.size("ep")
         self.moe_dense /= self.tp
 
-    def chunk(self, device: Device, dense: int, moe: int, first: bool, last: bool, hop: int | None,
-              sends: bool) -> Chunk:
-        key = (id(device), dense, moe, first, last, hop, sends)
-        if key not in self.known:
-            self.known[key] = self._chunk(device, dense, moe, first, last, hop, sends)
-        return self.known[key]
+    def chunk(self, device: Device, dense: int, moe: int, first: bool, last: bool, hop: int) -> Chunk:
+        """``hop``: level to the next stage; -1 for the last one, and for a next one on the same device."""
+        key = (id(device), dense, moe, first, last, hop)
+        found = self.known.get(key)
+        if found is None:
+            across = (self.key, key)
+            kept = _CHUNKS.get(across)
+            if kept is None:
+                if len(_CHUNKS) > 50_000:
+                    _CHUNKS.clear()
+                kept = (device, self.job, self.fabric, self._chunk(device, dense, moe, first, last, hop))
+                _CHUNKS[across] = kept
+            found = self.known[key] = kept[3]
+        return found
 
-    def _chunk(self, device: Device, dense: int, moe: int, first: bool, last: bool, hop: int | None,
-               sends: bool) -> Chunk:
+    def _chunk(self, device: Device, dense: int, moe: int, first: bool, last: bool, hop: int) -> Chunk:
         job, layout = self.job, self.layout
         one_dense = layer_part(device, job, layout, False) if dense else NOTHING
         one_moe = layer_part(device, job, layout, True) if moe else NOTHING
@@ -115,7 +126,7 @@ class _Builder:
         peak_bytes = max(one_dense.peak, one_moe.peak, *(end.peak for end in ends), 0.0) + gathered
         state = (shared / self._shards(False) + routed / self._shards(True))
         return Chunk(total("forward"), total("backward_input"), total("backward_weight"), transfers,
-                     self._send(hop) if sends else None, weights, gradients, optimizer, total("activation"), peak_bytes,
+                     self._send(hop), weights, gradients, optimizer, total("activation"), peak_bytes,
                      update(device, state, job))
 
     # Bytes kept
@@ -123,10 +134,9 @@ class _Builder:
     def _shards(self, experts: bool) -> float:
         """Ranks that the optimizer state of a weight is split over."""
         layout = self.layout
-        axes = ["cp", "fsdp"] if layout.size("fsdp") > 1 else []
-        if layout.zero:
-            axes = ["cp", "fsdp", "dp"]
-        return self._ranks(experts, axes)
+        if layout.size("fsdp") > 1:
+            return self._ranks(experts, ["cp", "fsdp"])  # HSDP: replicas across dp hold the same shards
+        return self._ranks(experts, ["cp", "dp"] if layout.zero else [])
 
     def _ranks(self, experts: bool, axes: list[str]) -> float:
         group = self.axes.experts(*axes) if experts else self.axes.group(*axes)
@@ -150,7 +160,8 @@ class _Builder:
               hidden: bool | None = None, **how: Any) -> list[Transfer]:
         if group.n <= 1 or count <= 0 or size <= 0:
             return []
-        key = (collective, group, size, how.get("skew"), tuple(sorted((how.get("ratio") or {}).items())))
+        key = (collective, group, size, how.get("skew"), how.get("copies"), how.get("units"),
+               tuple(sorted((how.get("ratio") or {}).items())))
         found = None if self.patterns else self.fabric.known.get(key)
         if found is None:
             found = self.fabric.collective(collective, group, size, patterns=self.patterns, **how)
@@ -219,11 +230,12 @@ class _Builder:
             pick = self.axes.experts if experts else self.axes.group
             if layout.size("fsdp") == 1:
                 group = pick("cp", "dp")
+                n = self._buckets("dp", size, group.n, layers)
                 if layout.zero:
-                    found += self._move("dp", "reduce_scatter", group, size * gradient, "end", ratio=ratio)
-                    found += self._move("dp", "all_gather", group, size * self.size, "start")
+                    found += self._move("dp", "reduce_scatter", group, size * gradient / n, "end", n, ratio=ratio)
+                    found += self._move("dp", "all_gather", group, size * self.size / n, "start", n)
                 else:
-                    found += self._move("dp", "all_reduce", group, size * gradient, "end", ratio=ratio)
+                    found += self._move("dp", "all_reduce", group, size * gradient / n, "end", n, ratio=ratio)
                 continue
             group, across = pick("cp", "fsdp"), pick("dp")
             if layout.size("pp") == 1:
@@ -232,10 +244,19 @@ class _Builder:
                 found += self._move("fsdp", "all_gather", group, each * self.size, "backward", layers)
                 found += self._move("fsdp", "reduce_scatter", group, each * gradient, "weight", layers, ratio=ratio)
             else:
-                found += self._move("fsdp", "all_gather", group, size * self.size, "start")
-                found += self._move("fsdp", "reduce_scatter", group, size * gradient, "end", ratio=ratio)
-            found += self._move("dp", "all_reduce", across, size / group.n * gradient, "end", ratio=ratio)
+                n = self._buckets("fsdp", size, group.n, layers)
+                found += self._move("fsdp", "all_gather", group, size * self.size / n, "start", n)
+                found += self._move("fsdp", "reduce_scatter", group, size * gradient / n, "end", n, ratio=ratio)
+            n = self._buckets("dp", size, across.n, layers)
+            found += self._move("dp", "all_reduce", across, size / group.n * gradient / n, "end", n, ratio=ratio)
         return found
+
+    def _buckets(self, axis: str, weights: float, ranks: int, layers: int) -> int:
+        """Parts that a once-a-step transfer is cut into, to begin before the last backward ends: of 40 million weights,
+        or a million a rank where that is more (Megatron-Core's bucket_size), a layer or more each."""
+        if axis not in self.layout.overlap:
+            return 1
+        return max(1, min(layers, round(weights / max(40e6, 1e6 * ranks))))
 
     def _tied(self, first: bool, last: bool) -> list[Transfer]:
         """Gradients of an embedding that the first and the last stage share."""
@@ -246,9 +267,9 @@ class _Builder:
         latency, loads = self.fabric.send(self.axes.boundary(0, stages - 1), size, self.axes.block, self.patterns)
         return [Transfer("pp", "all_reduce", size, latency, loads, "end", False)]
 
-    def _send(self, hop: int | None) -> Transfer | None:
+    def _send(self, hop: int) -> Transfer | None:
         """Activations to the next stage, each tensor-parallel rank a part of them (arXiv 2104.04473, section 4.1)."""
-        if hop is None or hop < 0:
+        if hop < 0:
             return None
         size = self.size * self.rows * self.job.width / self.tp
         latency, loads = self.fabric.send(hop, size, self.axes.block, self.patterns)
@@ -267,6 +288,7 @@ def _patterns(axes: Axes) -> Mapping[int, int]:
 
 # Remembered between calls: a search asks for few distinct parts, a hundred thousand times ----------------------------
 
+_CHUNKS: dict[tuple, tuple[Device, Transformer, Fabric, Chunk]] = {}
 _FABRICS: dict[tuple, tuple[Cluster, Fabric]] = {}
 _PARTS: dict[tuple, tuple[tuple[Device, Transformer], Part]] = {}
 _FLOPS: dict[int, tuple[Transformer, float]] = {}

@@ -127,6 +127,19 @@ def test_a_sample_of_users_keeps_all_their_events(small_data):
     assert part.events.num_rows == np.isin(dataset.events["user_id"].to_numpy(), users).sum()
 
 
+# The plan
+
+
+def test_the_demos_model_is_planned_on_more_and_more_devices():
+    from semel import recipes
+    from semel.cli.demo import planning
+
+    found = planning.planned(recipes.get("ml1m_rank"), mean_length=80.0, candidates=5.0, items=3700)
+    assert [plan["devices"] for plan in found["plans"]] == [1, 8, 64, 1024]
+    rates = [plan["requests_per_second"] for plan in found["plans"]]
+    assert rates == sorted(rates) and all(plan["seconds"] <= plan["beside"] * (1 + 1e-9) for plan in found["plans"])
+
+
 # The end
 
 
@@ -161,6 +174,9 @@ def done(tmp_path):
         "embedded": {"items": 40, "requests": 3, "coverage": 1.0, "found": 0.98, "fresh_p50_s": 0.8, "fresh_p99_s": 1.4,
                      "trained_ne": 0.9123, "served_ne": 0.9234, "skew": 0.0111, "inexact": 0.0, "staleness": 0.0111,
                      "largest": 0.0, "seconds": 9.0},
+        "planned": {"device": "h100", "requests": 64, "plans": [
+            {"devices": 8, "seconds": 0.004, "requests_per_second": 128e3, "title": "dp 8", "exposed": {},
+             "beside": 0.005}]},
         "latencies_ms": [1.0, 1.5, 2.0], "inside_ms": {"queue": 0.1, "history": 0.2, "features": 0.1, "model": 0.4},
         "replay": {"requests": 3, "histories_equal": 3, "bit_equal": 3, "max_difference": 0.0, "served_ne": 0.9,
                    "replayed_ne": 0.9, "labelled": 6},
@@ -174,8 +190,8 @@ def done(tmp_path):
 
 def test_the_result_has_the_promised_keys(done):
     result = closing.result(done)
-    assert result["planned"] is None
     assert {"coverage", "fresh_p50_s", "skew"} <= set(result["embedded"])
+    assert {"device", "requests", "plans"} <= set(result["planned"])
     assert {"ranks", "idle", "loads"} <= set(result["waited"])
     assert {"stored", "computed", "quality", "served", "replay", "loop", "seconds"} <= set(result)
     assert {"once_ms", "per_candidate_ms", "max_difference"} <= set(result["computed"])
@@ -196,5 +212,6 @@ def test_the_table_shows_ours_beside_the_others(done, capsys):
     closing.show(done, closing.result(done))
     text = capsys.readouterr().out
     for word in ("fat rows", "popularity", "0.8800", "p50 1.0 ms", "7.5 ms a request", "900 ms", "3 of 3 histories",
-                 "100% of candidates scored", "0.9234", "0.300 at first", "0.100 at the end", "report.html"):
+                 "100% of candidates scored", "0.9234", "0.300 at first", "0.100 at the end", "8 devices: 4.00 ms",
+                 "20% less than plain DP", "report.html"):
         assert word in text

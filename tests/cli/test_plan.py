@@ -69,14 +69,17 @@ def test_list_names_ready_files(semel):
 
 
 def test_search_as_json_with_all_its_files(semel, files):
-    result = semel(*options(files, "--json", "--html", files / "plan.html", "--emit", "torchtitan", "--out", files / "launch"))
+    result = semel(*options(files, "--json", "--html", files / "plan.html", "--trace", files / "t.json", "--emit",
+                            "torchtitan", "--out",
+                            files / "launch"))
     assert result.exit_code == 0, (result.stderr, result.exception)
     found = json.loads(result.stdout)
     best = found["plans"][0]
     assert best["seconds"] > 0 and 0 < best["mfu"] < 1 and best["memory"] and best["devices"] == 8
     assert best["seconds"] <= min(plan["seconds"] for plan in found["baselines"].values() if plan)
     assert found["gap"] == 0 and found["complete"] and found["words"]
-    assert {path.split("/")[-1] for path in found["files"]} >= {"plan.html", "trace.json", "run.sh", "device_mesh.json"}
+    assert {path.split("/")[-1] for path in found["files"]} >= {"plan.html", "run.sh", "t.json", "device_mesh.json"}
+    assert json.loads((files / "t.json").read_text())["traceEvents"]
     assert "<canvas" in (files / "plan.html").read_text()
 
 

@@ -69,8 +69,10 @@ def test_transfers_once_a_step():
     work = uniform(1, 4, transfers=[reduce])
     assert estimate(work, Layout({})).seconds == pytest.approx(4 * (F + B + W) + 5.0)
     assert estimate(work, Layout({}, schedule="local")).seconds == pytest.approx(4 * (F + B + W) + 5.0 / 50)
-    hidden = uniform(1, 4, transfers=[replace(reduce, hidden=True)])
+    hidden = uniform(1, 4, transfers=[replace(reduce, hidden=True, loads=(("net", 0.5),), count=10)])
     assert estimate(hidden, Layout({})).seconds == pytest.approx(4 * (F + B + W) + 5.0 - (B + W))
+    short = uniform(1, 4, transfers=[replace(reduce, hidden=True, loads=(("net", 0.1),), count=10)])
+    assert estimate(short, Layout({})).seconds == pytest.approx(4 * (F + B + W) + 0.1)  # the last bucket shows
 
 
 def test_parts_sum_to_the_whole():
@@ -91,7 +93,7 @@ LAYOUTS = st.sampled_from([
     ({"tp": 4, "cp": 2, "pp": 16, "dp": 16}, "dualpipe_v", 2), ({"tp": 8, "pp": 16, "dp": 16}, "zb_h2", 1),
 ])
 PATHS = st.sampled_from(["levels.campus.bandwidth", "levels.building.bandwidth", "levels.host.bandwidth",
-                         "levels.rack.bandwidth", "devices.h100.memory_bandwidth", "devices.h100.reached"])
+                         "levels.rack.bandwidth", "devices.h100.memory_bandwidth", "devices.h100.reached.bf16"])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semel.planning import load_cluster, load_job, ready
@@ -45,6 +45,7 @@ def test_a_wrong_quantity_is_one_clear_error(written, kind, said):
     assert "\n" not in str(error.value)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(UNITS)), st.floats(1e-3, 1e15))
 def test_text_reads_back(kind, value):
     assert math.isclose(parse(text(value, kind), kind), value, rel_tol=1e-3)
@@ -118,6 +119,9 @@ def test_scaling_one_coefficient():
     better = found.scaled("levels.unit.technologies.infiniband.efficiency", 2.0)
     assert better.level("unit").technology().efficiency == 1.0
     assert found.scaled("devices.a100-80.peak.bf16", 0.5).device.peak["bf16"] == 156e12
+    assert found.scaled("devices.a100-80.vector", 0.5).uniform
+    with pytest.raises(KeyError, match="no such coefficient"):
+        found.change("devices.a100-80.colour", 1)
     with pytest.raises(KeyError, match="no level 'moon'"):
         found.scaled("levels.moon.bandwidth", 2.0)
     for path in found.assumed:
@@ -134,7 +138,7 @@ COEFFICIENTS = {"bandwidth", "latency", "oversubscription", "loss", "distance", 
 def _bare(data, path=""):
     for key, value in data.items():
         here = f"{path}.{key}"
-        if key == "peak":
+        if key in ("peak", "reached"):
             yield from (f"{here}.{dtype}" for dtype, rate in value.items()
                         if not isinstance(rate, dict) or not ({"source", "assumed"} & set(rate)))
         elif key in COEFFICIENTS:
@@ -170,7 +174,7 @@ def test_every_ready_file_loads_and_says_what_it_is():
         "devices": {"h100", "h200", "b200", "gb200", "a100-80", "mi300x"},
         "jobs": {"llama3-8b", "llama3-70b", "llama3-405b", "gpt3-175b", "deepseek-v3", "hstu-ranker", "dlrm"},
         "clusters": {"selene", "meta-region", "two-buildings-10km", "two-buildings-100km", "three-regions",
-                     "cloud-zones"},
+                     "gb200-nvl72", "cloud-zones"},
     }.items():
         assert wanted <= {name for name, _ in ready(kind)}
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semel.planning import Level, Technology, load_cluster
@@ -48,6 +48,7 @@ def seconds(fabric, kind, group, size, **how):
     return fabric.seconds(*fabric.collective(kind, group, size, **how))
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(2, 512), st.floats(1, 1e10))
 def test_one_level_is_the_closed_form_exactly(n, size):
     fabric = Fabric.choose(flat(n), {})
@@ -70,6 +71,7 @@ def test_the_closed_forms_by_hand():
     assert ring_all_reduce(1, 8.0, 1.0, 2.0) == tree_all_reduce(1, 8.0, 1.0, 2.0) == 0.0
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([2, 3, 4, 16]), st.floats(1e3, 1e9))
 def test_hierarchical_all_reduce_moves_its_bytes_level_by_level(inner, outer, size):
     """Pipelined, it takes the longer of the two levels' bytes; one after the other they are the closed form."""
@@ -184,6 +186,7 @@ def test_compression_on_one_level():
     assert small["host"] == plain["host"]
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(["ecmp", "deep-buffer", "spraying", "lossy", "lossy-selective", "optical"]), st.floats(1.0, 4.0),
        st.sampled_from(["bandwidth", "latency"]), st.floats(1e3, 1e9), st.sampled_from(["all_reduce", "all_to_all"]))
 def test_more_bandwidth_and_less_latency_never_slow_a_collective(technology, factor, what, size, kind):
@@ -203,6 +206,26 @@ def test_groups_over_the_tree():
     assert span(cluster, [(1, 8), (128, 8)]).factors == (8, 1, 8, 1, 1)
     assert span(cluster, [(1, 12)]).factors == (8, 1, 1, 1, 2)  # some group of 12 straddles two buildings
     assert span(cluster, [(4096, 2)]).top == 4
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.sampled_from([2, 4]), min_size=1, max_size=4), st.data())
+def test_groups_against_counting_members(counts, data):
+    """All groups of (stride, n) on a full tree, device by device: members in a unit of each level."""
+    total = math.prod(counts)
+    stride = 2 ** data.draw(st.integers(0, int(math.log2(total)) - 1))
+    n = 2 ** data.draw(st.integers(1, int(math.log2(total // stride))))
+    levels = [{"name": f"l{index}", "count": count, "bandwidth": "1 GB/s", "latency": "1 us"}
+              for index, count in enumerate(counts)]
+    found = span(load_cluster({"name": "tree", "device": DEVICE, "levels": levels}), [(stride, n)])
+    sizes = list(np.cumprod(counts))
+    for base in range(total):
+        if base % (stride * n) < stride:
+            group = np.arange(n) * stride + base
+            inside = [max(np.bincount(group // size)) for size in sizes]
+            factors = [after // before for before, after in zip([1, *inside], inside, strict=False)]
+            assert tuple(factors) == found.factors
+    assert found.top == max(index for index, factor in enumerate(found.factors) if factor > 1)
 
 
 def test_crossing_between_devices():

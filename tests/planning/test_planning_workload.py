@@ -35,7 +35,7 @@ def test_flops_are_the_paper_s_formula():
 def test_a_product_is_a_roofline():
     device = SELENE.device
     big = product(device, "bf16", 8192, 8192, 8192)
-    assert big == pytest.approx(2 * 8192**3 / (312e12 * device.matmul(8192) * device.reached) + device.kernel)
+    assert big == pytest.approx(2 * 8192**3 / (312e12 * device.matmul(8192) * device.reached["bf16"]) + device.kernel)
     thin = product(device, "bf16", 1, 8192, 8192)  # a matrix times a vector reads its weights
     moved = 2 * (8192 + 8192**2 + 8192)
     assert thin == pytest.approx(moved / (device.memory_bandwidth * device.vector) + device.kernel)

@@ -14,9 +14,6 @@ from semel.cli.demo.state import Demo
 if TYPE_CHECKING:
     from semel.cli.report.page import Page, Section
 
-LATER = ("planned",)
-"""Parts of Semel that are still to come; their place in the result is null."""
-
 
 def result(demo: Demo) -> dict[str, Any]:
     """What ``semel demo --json`` prints."""
@@ -27,7 +24,7 @@ def result(demo: Demo) -> dict[str, Any]:
         "computed": demo.facts["computed"],
         "waited": demo.facts["waited"],
         "embedded": demo.facts["embedded"],
-        **dict.fromkeys(LATER),
+        "planned": demo.facts["planned"],
         "quality": demo.facts["quality"],
         "served": demo.facts["served"],
         "replay": replay,
@@ -53,8 +50,8 @@ def write_files(demo: Demo, facts: dict[str, Any]) -> None:
 
 def show(demo: Demo, facts: dict[str, Any]) -> None:
     """The closing table, on stdout."""
-    stored, served, computed, waited, replay, embedded, live = (facts[name] for name in (
-        "stored", "served", "computed", "waited", "replay", "embedded", "loop"))
+    stored, served, computed, waited, planned, replay, embedded, live = (facts[name] for name in (
+        "stored", "served", "computed", "waited", "planned", "replay", "embedded", "loop"))
     fat = {name: value for name, value in stored["fat_rows_by_layout"].items() if "last" in name}
     rows = [["stored", f"{output.size(stored['bytes'])} store and pointers", "fat rows:\n" + "\n".join(
         f"{output.size(value)} {name}" for name, value in fat.items())]]
@@ -75,6 +72,9 @@ def show(demo: Demo, facts: dict[str, Any]) -> None:
         ["embed once", f"{embedded['coverage']:.0%} of candidates scored, a row visible after "
          f"{embedded['fresh_p50_s']:.1f} s", f"{1 - embedded['found']:.1%} of candidates without a row;\nNE trained "
          f"{embedded['trained_ne']:.4f}, served {embedded['served_ne']:.4f}"],
+        ["plan once", "\n".join(_planned(plan) for plan in planned["plans"]),
+         f"predicted for {planned['device']}, {planned['requests']} requests\na device; nothing was trained on so "
+         "many"],
         ["replay", f"{replay['histories_equal']:,} of {replay['requests']:,} histories equal",
          f"largest difference of a score: {replay['max_difference']:g}"],
         ["the loop, live", f"{live['requests']:,} requests in {live['seconds']:.0f} s, none of "
@@ -92,6 +92,12 @@ def show(demo: Demo, facts: dict[str, Any]) -> None:
         console.print("A sample and a few epochs show that the loop works, not how good the models are: "
                       "leave out --quick for that.", soft_wrap=True)
     console.print(f"The page with plots: {report_path(demo)}", soft_wrap=True)
+
+
+def _planned(plan: dict[str, Any]) -> str:
+    saved = 1 - plan["seconds"] / plan["beside"]
+    return (f"{plan['devices']:,} device{'s' if plan['devices'] > 1 else ''}: {plan['seconds'] * 1e3:.2f} ms a step"
+            + (f", {saved:.0%} less than plain DP" if saved >= 0.005 else ""))
 
 
 def page(demo: Demo) -> Page:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from semel.planning.emit.mesh import arguments, mesh_file
+from semel.planning.job import Transformer
 
 if TYPE_CHECKING:
     from semel.planning.plan import Plan
@@ -27,7 +28,7 @@ def numbered(plan: Plan) -> tuple[str, ...]:
 def options(plan: Plan) -> dict[str, object]:
     """Option -> value, as its command line takes them."""
     layout, job = plan.layout, plan.job
-    if job.kind != "transformer":
+    if not isinstance(job, Transformer):
         raise ValueError(f"Megatron-LM trains transformers; {job.name} is a {job.kind}: emit for torchrec or semel")
     if layout.size("pp") > 1 and layout.schedule not in SCHEDULES:
         raise ValueError(f"Megatron-LM runs {' and '.join(SCHEDULES)}, not {layout.schedule}; pin schedule to one of "

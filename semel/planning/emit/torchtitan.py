@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from semel.planning.emit.mesh import arguments, mesh_file, schedule_file
+from semel.planning.job import Transformer
 
 if TYPE_CHECKING:
     from semel.planning.plan import Plan
@@ -24,7 +25,7 @@ NAMES = {"fsdp": "dp_shard", "dp": "dp_replicate"}
 def options(plan: Plan, csv: str = "schedule.csv") -> dict[str, object]:
     """Option -> value, as its command line takes them."""
     layout, job = plan.layout, plan.job
-    if job.kind != "transformer":
+    if not isinstance(job, Transformer):
         raise ValueError(f"torchtitan trains transformers; {job.name} is a {job.kind}: emit for torchrec or semel")
     module, config = CONFIGS.get(job.name, ("MODULE", "CONFIG"))
     replicas = layout.size("dp") * layout.size("fsdp")
@@ -44,6 +45,7 @@ def options(plan: Plan, csv: str = "schedule.csv") -> dict[str, object]:
             "--parallelism.pipeline-parallel-schedule": "_PipelineScheduleRuntime",
             "--parallelism.pipeline-parallel-schedule-csv": csv,
             "--parallelism.pipeline-parallel-microbatch-size": layout.microbatch,
+            "--training.disable-cuda-graphs": True,  # they do not run under a pipeline yet
         }
     # Of all options this one is a subcommand, and must come last.
     found[f"activation-checkpoint:{layout.recompute}"] = None

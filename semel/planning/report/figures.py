@@ -111,7 +111,7 @@ def load_bars(plans: Mapping[str, Plan], levels: Sequence[str]) -> Figure:
                      "hovertemplate": f"{name}, %{{x}}: %{{y:.3g}} GB, link busy %{{customdata:.0%}}<extra></extra>"})
     layout = {"barmode": "group", "xaxis": {"type": "category"}, "showlegend": True,
               "yaxis": {"title": {"text": "GB a device and step"}, "type": "log"}}
-    return Figure(data, layout, "Bytes by level", height=340)
+    return Figure(data, layout, "Bytes by level", height=340, wide=True)
 
 
 def bubbles(plans: Mapping[str, Plan]) -> Figure:
@@ -151,8 +151,9 @@ def scatter(plans: Sequence[Plan], marked: Mapping[str, Plan], outermost: str) -
                  "x": [plan.seconds for plan in front], "y": [plan.peak_memory / GB for plan in front],
                  "line": {"color": series(1), "width": 1.5, "dash": "dot"}})
     data.append(dots("winner", plans[:1], series(1), "star"))
-    data += [dots(name, [plan], series(2 + number % 5), "diamond") for number, (name,
-                                                                                plan) in enumerate(marked.items())]
+    symbols = ("diamond", "square", "triangle-up", "cross", "x", "hexagon")
+    for number, (name, plan) in enumerate(marked.items()):
+        data.append(dots(name, [plan], series(2 + number % 5), symbols[number % len(symbols)]))
     layout = {"xaxis": {"title": {"text": "seconds a step"}}, "showlegend": True,
               "yaxis": {"title": {"text": "GB a device, at the peak"}, "rangemode": "tozero"}}
     return Figure(data, layout, f"Step time, memory, and bytes across {outermost} (size)", height=430, wide=True)

@@ -100,7 +100,8 @@ def _row(name: str, plan: Plan) -> list[str]:
 
 def _sensitivity(found: Explained) -> Section:
     rows = [(gain.what, max(0.0, gain.share), "today's value is a guess" if gain.assumed else "")
-            for gain in found.gains]
+            for gain in found.gains
+            if gain.share > 2e-4 or gain is found.gains[0]]
     grid = Grid(["choice", "chosen", "next best", "longer by"], [
         [choice.what, choice.chosen, choice.instead, f"{choice.loss:+.2%}"] for choice in found.choices],
         prose=frozenset({1, 2}))
