@@ -12,6 +12,8 @@ import typer
 def serve(
     run: Annotated[Path, typer.Argument(help="The folder of the run.")],
     store: Annotated[Path, typer.Option(help="The folder of the store.")] = Path("store"),
+    retrieve: Annotated[Path | None, typer.Option(help="A run that retrieves; without, RUN ranks all items.")] = None,
+    prerank: Annotated[Path | None, typer.Option(help="A run that scores thousands of candidates before RUN.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback --token is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8080,
     token: Annotated[str | None, typer.Option(help="What clients must send as a bearer token.")] = None,
@@ -36,5 +38,5 @@ def serve(
                                    soft_wrap=True)
 
     output.remark(f"loading {run}")
-    run_server(run, store, host, port, token=token, max_candidates=max_candidates, queue=queue, workers=workers,
-               threads=threads, share=share, state_bytes=state_cache << 20, ready=ready)
+    run_server(run, store, host, port, retrieve=retrieve, prerank=prerank, token=token, max_candidates=max_candidates,
+               queue=queue, workers=workers, threads=threads, share=share, state_bytes=state_cache << 20, ready=ready)

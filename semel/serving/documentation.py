@@ -17,11 +17,19 @@ def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
+_TIMINGS = {"type": "object", "additionalProperties": _NUMBER}
+_COUNTS = {"type": "object", "additionalProperties": _INTEGER,
+           "description": "items that came in, were scored, went out"}
+_SCORED: dict[str, Any] = {
+    "request_id": _STRING, "model_version": _STRING,
+    "pointer": _object(user_id=_ID, as_of=_INTEGER, version=_INTEGER),
+    "results": {"type": "array", "items": _object(item_id=_ID, score=_NUMBER), "description": "best first"},
+    "timings_ms": _TIMINGS,
+}
+_STAGE = _object(stage=_STRING, model_version=_STRING, counts=_COUNTS, timings_ms=_TIMINGS, cut=_INTEGER)
 _ANSWERS = {
-    "rank": _object(
-        request_id=_STRING, model_version=_STRING, pointer=_object(user_id=_ID, as_of=_INTEGER, version=_INTEGER),
-        results={"type": "array", "items": _object(item_id=_ID, score=_NUMBER), "description": "best first"},
-        timings_ms={"type": "object", "additionalProperties": _NUMBER}),
+    **{name: _object(**_SCORED, counts=_COUNTS) for name in ("retrieve", "prerank", "rank")},
+    "recommend": _object(**_SCORED, stages={"type": "array", "items": _STAGE}),
     "events": _object(version=_INTEGER, accepted=_INTEGER, duplicates=_INTEGER),
     "items": _object(version=_INTEGER, accepted=_INTEGER, duplicates=_INTEGER),
     "outcomes": _object(accepted=_INTEGER, duplicates=_INTEGER),

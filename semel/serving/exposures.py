@@ -35,6 +35,8 @@ class Exposure:
     device: str
     served_at: int
     batch: Membership
+    stage: str = "rank"
+    part_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def exposures_table(exposures: Sequence[Exposure], schema: pa.Schema) -> pa.Tabl
         "batch_candidates": [e.batch.candidates for e in exposures],
         "device": [e.device for e in exposures], "path": [e.path for e in exposures],
         "served_at": [e.served_at for e in exposures],
+        "stage": [e.stage for e in exposures], "part_of": [e.part_of for e in exposures],
     }
     columns = []
     for field in schema:

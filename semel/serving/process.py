@@ -23,14 +23,15 @@ GRACE_SECONDS = 30
 
 
 def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port: int = 8080, *,
-               token: str | None = None, max_candidates: int = 2000, queue: int = 64, workers: int = 1,
-               threads: int = 1, share: bool = True, state_bytes: int = 256 << 20, body_limit: int = 1 << 20,
+               retrieve: str | Path | None = None, prerank: str | Path | None = None, token: str | None = None,
+               max_candidates: int = 2000, queue: int = 64, workers: int = 1, threads: int = 1,
+               share: bool = True, state_bytes: int = 256 << 20, body_limit: int = 1 << 20,
                ready: Callable[[str], None] | None = None) -> None:
     """Serve ``run`` over ``store`` until SIGTERM or SIGINT, then finish what was accepted, write the exposures and
     return.
 
-    ``port`` 0 takes a free one. ``threads``: of torch, for each of the ``workers`` that score. ``share``,
-    ``state_bytes``: as of ``Predictor``. ``ready`` gets the URL
+    ``retrieve``, ``prerank``: runs of the stages before ranking. ``port`` 0 takes a free one. ``threads``: of
+    torch, for each of the ``workers`` that score. ``share``, ``state_bytes``: as of ``Predictor``. ``ready`` gets the URL
     once requests are accepted. Raises ValueError (an address beyond loopback without a token, a store that does not fit
     the model), FileNotFoundError (no run, no store), OSError (the port is taken), StoreLocked (another writer).
     """
@@ -44,8 +45,8 @@ def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port
         def load() -> Predictor:
             from semel.serving.predictor import Predictor
 
-            return Predictor.load(run, store, mode="a", max_candidates=max_candidates, share=share,
-                                  state_bytes=state_bytes)
+            return Predictor.load(run, store, retrieve=retrieve, prerank=prerank, mode="a",
+                                  max_candidates=max_candidates, share=share, state_bytes=state_bytes)
 
         _serve(load, listener, token, queue, workers, threads, body_limit, ready)
 
