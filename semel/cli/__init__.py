@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from semel.cli import compact, demo, erase, evaluate, export, info, ingest, replay, report, serve, shadow, train
+from semel.cli import compact, demo, erase, evaluate, export, info, ingest, models, replay, report, serve, shadow, train
 from semel.cli.errors import Verbs
 
 # ``torchrun -m semel.cli.train``: that the package knows the module already is no news to anybody.
@@ -51,6 +51,8 @@ app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("shadow")(shadow.shadow)
 app.command("serve")(serve.serve)
+app.command("models")(models.models)
+app.command("rollback")(models.rollback)
 app.command("replay")(replay.replay)
 app.command("report")(report.report)
 app.command("info")(info.info)

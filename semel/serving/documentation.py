@@ -27,7 +27,13 @@ _SCORED: dict[str, Any] = {
     "timings_ms": _TIMINGS,
 }
 _STAGE = _object(stage=_STRING, model_version=_STRING, counts=_COUNTS, timings_ms=_TIMINGS, cut=_INTEGER)
+_SERVED = _object(version=_STRING, run=_STRING, since=_INTEGER)
+_MODELS = _object(
+    stages={"type": "object", "additionalProperties": _object(
+        current=_SERVED, before={"type": "array", "items": _SERVED}, pinned={"type": "boolean"})},
+    available={"type": "array", "items": _object(version=_STRING, run=_STRING, kind=_STRING, saved_at=_INTEGER)})
 _ANSWERS = {
+    "models": _MODELS,
     **{name: _object(**_SCORED, counts=_COUNTS) for name in ("retrieve", "prerank", "rank")},
     "recommend": _object(**_SCORED, stages={"type": "array", "items": _STAGE}),
     "events": _object(version=_INTEGER, accepted=_INTEGER, duplicates=_INTEGER),
@@ -62,6 +68,9 @@ def document(app: FastAPI, bodies: dict[str, Body]) -> None:
                 schemas[body.name] = schema
                 operation["requestBody"] = {"required": True,
                                             "content": _content({"$ref": _REF.format(model=body.name)})}
+        spec["paths"]["/v1/models"]["get"]["responses"] = {
+            "200": {"description": "Done", "content": _content(_MODELS)}, **{
+                code: failure for code, failure in failures.items() if code in ("401", "403")}}
         return spec
 
     app.openapi = openapi  # type: ignore[method-assign]

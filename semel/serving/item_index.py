@@ -63,8 +63,9 @@ class Items:
 class ItemIndex:
     """``payload(ids, as_of, version)`` makes what is scored of some items. Safe to use from several threads."""
 
-    def __init__(self, catalogue: HistoryStore, payload: Callable[[np.ndarray, int, int], Any], block: int = BLOCK):
-        self._catalogue, self._payload, self._block = catalogue, payload, block
+    def __init__(self, catalogue: HistoryStore, payload: Callable[[np.ndarray, int, int], Any],
+                 block: int | None = None):
+        self._catalogue, self._payload, self._block = catalogue, payload, block or BLOCK
         self._items = Items.of(-1, ())
         self._updating = threading.Lock()
 

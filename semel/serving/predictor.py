@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 MOST_PRERANKED = 1 << 14
 """Most candidates of a prerank request."""
+MOST_SERVED = 100
+"""Versions before the present one that are remembered."""
 STATE_BYTES = 256 << 20
 """Of request states that a predictor keeps, unless it is told otherwise."""
 
@@ -57,7 +59,8 @@ class Predictor:
     """Scores candidates for users whose histories lie in a store, and logs each request as an exposure.
 
     ``retrieval``, ``preranker``: predictors over the same stores whose models do the stages before ranking. Without
-    them this one's model does, ``preranker`` None.
+    them this one's model does, ``preranker`` None. ``served``: versions that have scored and since when (microseconds
+    since 1970), in order, the present one last.
 
     ``Predictor.load(run, store)`` makes one. It may be used from several threads, and is a context manager: closing it
     writes the exposures that still wait.
@@ -76,6 +79,7 @@ class Predictor:
 
         self._artifact, self.store, self.catalogue = artifact, store, catalogue
         self.clock = Clock()
+        self.served = [(artifact.version, self.clock.now())]
         self.max_candidates, self.share = max_candidates, share
         self.states = StateCache(state_bytes if share and shares(artifact) else 0)
         self.user_type, self.item_type = store.schema.user_id, item_type(store, artifact.features.item)
@@ -186,7 +190,10 @@ class Predictor:
                              f"{show(old.version)}; serve it by a server of its own")
         _check_columns(artifact.version, artifact, self.store, self.catalogue)
         self._made_up_score(artifact)
+        if self._scans:  # it retrieves: its catalogue is scored by the new model before the first request comes
+            self._scan(artifact).index.items()
         self._artifact = artifact
+        self.served = [*self.served[-MOST_SERVED:], (artifact.version, self.clock.now())]
 
     def rank(self, user_id: Id, candidates: Sequence[Id] | np.ndarray, context: dict[str, Any] | None = None,
              limit: int | None = None, as_of: int | None = None, *, exclude_seen: bool = False,

@@ -30,10 +30,10 @@ def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port
     """Serve ``run`` over ``store`` until SIGTERM or SIGINT, then finish what was accepted, write the exposures and
     return.
 
-    ``retrieve``, ``prerank``: runs of the stages before ranking. ``port`` 0 takes a free one. ``threads``: of
-    torch, for each of the ``workers`` that score. ``share``, ``state_bytes``: as of ``Predictor``. ``ready`` gets the URL
-    once requests are accepted. Raises ValueError (an address beyond loopback without a token, a store that does not fit
-    the model), FileNotFoundError (no run, no store), OSError (the port is taken), StoreLocked (another writer).
+    ``retrieve``, ``prerank``: runs of the stages before ranking. ``port`` 0 takes a free one. ``threads``: of torch,
+    for each of the ``workers`` that score. ``share``, ``state_bytes``: as of ``Predictor``. ``ready`` gets the URL once
+    requests are accepted. Raises ValueError (an address beyond loopback without a token, a store that does not fit the
+    model), FileNotFoundError (no run, no store), OSError (the port is taken), StoreLocked (another writer).
     """
     check_binding(host, token)
     if not 0 <= port <= 65535:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from semel.serving.checks import show
 from semel.serving.errors import NonFiniteScore
 from semel.serving.item_index import ItemIndex, Items
 from semel.serving.selection import best, capped, without
@@ -78,9 +79,9 @@ class CatalogueScan:
                 break
             found = score(block)
             if not np.isfinite(found).all():
-                item = block.ids[np.flatnonzero(~np.isfinite(found))[0]]
-                raise NonFiniteScore(f"the model gave NaN or infinity for item {item!r} of the catalogue; no score is "
-                                     "made up for it. Check its weights and the item's features")
+                item = block.ids[~np.isfinite(found)].tolist()[0]
+                raise NonFiniteScore(f"the model gave NaN or infinity for item {show(item)} of the catalogue; no score "
+                                     "is made up for it. Check its weights and the item's features")
             if block.last_begin >= as_of:
                 found = np.where(block.begins < as_of, found, -np.inf)
             scores[items.offsets[number] : items.offsets[number + 1]] = found

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from semel.serving.checks import FLOAT32_MAX, INT64_MAX, INT64_MIN, show
 from semel.serving.errors import InvalidRequest
 from semel.serving.filters import MOST_BLOCKED
-from semel.serving.requests import MOST_RETRIEVED, PRERANKED, RECOMMENDED, RETRIEVED
+from semel.serving.requests import MOST_RETRIEVED, PRERANKED, RECOMMENDED, RETRIEVED, STAGES
 
 MAX_FUTURE_US = 24 * 3600 * 1_000_000
 """How far ahead of the server's clock an ``event_time`` may lie: clients' clocks are wrong, but not by more."""
@@ -153,6 +153,17 @@ def _asked(user: pa.DataType, item: pa.DataType) -> dict[str, Any]:
             max_length=MOST_BLOCKED, description="item ids to leave out")] | None],
         "diversity": NotRequired[diversity | None],
     }
+
+
+def models_body() -> Body:
+    """``POST /v1/models``."""
+    fields = {
+        "stage": NotRequired[Annotated[str, Field(strict=True, json_schema_extra={"enum": list(STAGES)})]],
+        "version": NotRequired[Annotated[_KEY_TEXT, Field(description="an available one, `latest` or `previous`")]],
+        "run": NotRequired[Annotated[_KEY_TEXT, Field(description="the name of a run beside the one that serves")]],
+    }
+    record = _record("ModelsRequest", fields, "What should serve a stage (`rank`): either a version or a run.")
+    return Body("ModelsRequest", TypeAdapter(record), tuple(fields))
 
 
 def events_body(key: str, key_type: pa.DataType, columns: Mapping[str, pa.DataType], required: tuple[str, ...],

@@ -75,6 +75,12 @@ def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 6
     post("items", lambda body: service.append("items", body), "Add or update items in the catalogue")
     post("outcomes", service.outcomes, "Report what users did with what they were shown")
 
+    @app.get("/v1/models", summary="Which models serve, did, and could", tags=["operation"])
+    async def models() -> Response:
+        return Response(await service.served(), media_type="application/json")
+
+    post("models", service.serve, "Serve another version or run, or go back")
+
     @app.get("/healthz", summary="The process answers", tags=["operation"])
     async def healthz() -> Response:
         return _json(200, {"status": "ok", "version": __version__, "model_version": predictor.model_version})

@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from semel.serving.admission import Admission
 from semel.serving.errors import InvalidRequest, Overloaded
 from semel.serving.metrics import Metrics
+from semel.serving.model_choice import ModelChoice
 from semel.serving.requests import (
     RECOMMENDED,
     RETRIEVED,
@@ -25,7 +26,15 @@ from semel.serving.requests import (
     StageSize,
 )
 from semel.serving.results import RankRequest
-from semel.serving.schemas import Body, events_body, outcomes_body, rank_body, recommend_body, retrieve_body
+from semel.serving.schemas import (
+    Body,
+    events_body,
+    models_body,
+    outcomes_body,
+    rank_body,
+    recommend_body,
+    retrieve_body,
+)
 from semel.serving.writes import OutcomeWriter, RowWriter, Written
 
 if TYPE_CHECKING:
@@ -66,6 +75,7 @@ class Service:
             "prerank": rank_body(predictor.user_type, predictor.item_type, predictor.most("prerank"), "PrerankRequest"),
             "retrieve": retrieve_body(predictor.user_type, predictor.item_type),
             "recommend": recommend_body(predictor.user_type, predictor.item_type),
+            "models": models_body(),
             "outcomes": outcomes_body(predictor.item_type, {
                 **{task.name: task.kind == "binary" for task in features.tasks}, SHOWN: True}),
         }
@@ -81,7 +91,19 @@ class Service:
                                                (), "items", "Item", idempotent=False)
         self.outcome_writer = OutcomeWriter(OutcomeLog(folder / "outcomes"),
                                             outcome_schema(predictor.user_type, predictor.item_type), now)
+        self.models = ModelChoice(predictor)
         self._watch()
+
+    async def served(self) -> bytes:
+        """``GET /v1/models``."""
+        return to_json((await asyncio.to_thread(self.models.models)).to_json())
+
+    async def serve(self, body: bytes) -> bytes:
+        """``POST /v1/models``: the next request is scored by it when this returns."""
+        asked = self.bodies["models"].parse(body)
+        found = await asyncio.to_thread(self.models.serve, asked.get("stage", "rank"), asked.get("version"),
+                                        asked.get("run"))
+        return to_json(found.to_json())
 
     async def score(self, endpoint: str, body: bytes) -> bytes:
         """``POST /v1/rank``, ``/v1/prerank``, ``/v1/retrieve`` and ``/v1/recommend``."""
@@ -130,6 +152,7 @@ class Service:
         """Finish what was admitted and write what waits. The predictor stays open."""
         self.draining = True
         self.admission.close()
+        self.models.close()
         with contextlib.ExitStack() as stack:  # each is closed, whatever another one raises
             for _, writer in self._writers():
                 stack.callback(writer.close)
