@@ -15,6 +15,8 @@ def replay(
     run: Annotated[Path, typer.Argument(help="The folder of the run that served.")],
     store: Annotated[Path, typer.Option(help="The folder of the store.")] = Path("store"),
     limit: Annotated[int | None, typer.Option(help="Only the last so many requests.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Where item rows were published.",
+                                               show_default="RUN/memory")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Read what was served, score it again as training would, and compare. Exit code 1 if anything differs."""
@@ -23,7 +25,7 @@ def replay(
 
     with output.progress_bar() as bar:
         steps = output.Steps(bar)
-        report = replay_run(run, store, limit, lambda done, total: steps("replay", done, total))
+        report = replay_run(run, store, limit, lambda done, total: steps("replay", done, total), memory)
     if as_json:
         output.print_json(report.to_json())
     else:
@@ -54,6 +56,8 @@ def rows_of(report: ReplayReport) -> list[list[str]]:
         rows.insert(3, ["histories erased since", f"{report.histories_erased:,}"])
     if len(report.by_version) > 1:
         rows.append(["model versions", f"{len(report.by_version)}"])
+    if report.memory_gone:
+        rows.append(["requests whose item memory is gone", f"{report.memory_gone:,}"])
     if report.other_versions:
         rows.append(["requests of other models", f"{report.other_versions:,}"])
     return rows

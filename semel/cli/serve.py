@@ -13,6 +13,8 @@ def serve(
     run: Annotated[Path, typer.Argument(help="The folder of the run.")],
     store: Annotated[Path, typer.Option(help="The folder of the store.")] = Path("store"),
     retrieve: Annotated[Path | None, typer.Option(help="A run that retrieves; without, RUN ranks all items.")] = None,
+    faiss: Annotated[str | None, typer.Option(help="Retrieve by a FAISS index of this kind (HNSW32), not by a scan of "
+                                              "all items; needs the extra faiss.")] = None,
     prerank: Annotated[Path | None, typer.Option(help="A run that scores thousands of candidates before RUN.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback --token is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8080,
@@ -24,6 +26,8 @@ def serve(
     share: Annotated[bool, typer.Option("--share/--no-share", help="Compute the model's request side once per request; "
                                         "without, once per candidate, to compare.")] = True,
     state_cache: Annotated[int, typer.Option(min=0, help="MiB of request states that are kept; 0 keeps none.")] = 256,
+    memory: Annotated[str | None, typer.Option(help="Where training publishes item rows (a folder or a URL).",
+                                               show_default="RUN/memory")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say where it listens as one JSON line.")] = False,
 ) -> None:
     """Answer requests over HTTP until SIGTERM or Ctrl-C, then finish what was accepted."""
@@ -39,4 +43,5 @@ def serve(
 
     output.remark(f"loading {run}")
     run_server(run, store, host, port, retrieve=retrieve, prerank=prerank, token=token, max_candidates=max_candidates,
-               queue=queue, workers=workers, threads=threads, share=share, state_bytes=state_cache << 20, ready=ready)
+               queue=queue, workers=workers, threads=threads, share=share, state_bytes=state_cache << 20, memory=memory,
+               faiss=faiss, ready=ready)

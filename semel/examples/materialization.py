@@ -73,6 +73,16 @@ def materialize(
     )
 
 
+def item_features(items: np.ndarray, as_of: int, catalogue: HistoryStore, features: FeatureSpec) -> dict[str, Any]:
+    """What ``candidate`` of a batch holds of ``items`` [C] as of a moment (microseconds), with what is known now:
+    ``item_id`` and each candidate feature. Raises ValueError for features that the catalogue lacks."""
+    nobody = np.zeros(1, np.int64)
+    rows = RequestRows(np.array([""], object), Pointers(nobody, np.array([as_of]), nobody),
+                       np.array([catalogue.version]), {}, Jagged(items, offsets_of([len(items)])), {}, {})
+    found = {"item_id": _tensor(stable_id(items), np.int64)}
+    return found | _candidate_features(rows, catalogue, features) if features.candidate else found
+
+
 def read_ahead(rows: RequestRows, store: HistoryStore, features: FeatureSpec, *,
                projection: Projection | None = None) -> Histories:
     """The first half of ``materialize``: read the histories of ``rows``, each user's events once where its requests

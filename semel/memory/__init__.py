@@ -10,11 +10,12 @@ _HOME = {
     "QuantizedMemory": "quantized",
     "CorruptDelta": "delta",
     "DeltaPublisher": "publisher", "Fenced": "publisher",
-    "DeltaGap": "subscriber", "DeltaSubscriber": "subscriber", "Position": "subscriber", "memory_at": "subscriber",
+    "DeltaGap": "subscriber", "DeltaSubscriber": "subscriber", "MemoryHistory": "subscriber",
+    "Position": "subscriber", "memory_at": "subscriber",
 }
 
 __all__ = ["Changes", "CorruptDelta", "DeltaGap", "DeltaPublisher", "DeltaSubscriber", "Fenced", "FoldedMemory",
-           "ItemMemory", "MemoryLayer", "Position", "QuantizedMemory", "Rows", "memory_at", "pool"]
+           "ItemMemory", "MemoryHistory", "MemoryLayer", "Position", "QuantizedMemory", "Rows", "memory_at", "pool"]
 
 if TYPE_CHECKING:
     from semel.memory.delta import CorruptDelta
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from semel.memory.layer import MemoryLayer, pool
     from semel.memory.publisher import DeltaPublisher, Fenced
     from semel.memory.quantized import QuantizedMemory
-    from semel.memory.subscriber import DeltaGap, DeltaSubscriber, Position, memory_at
+    from semel.memory.subscriber import DeltaGap, DeltaSubscriber, MemoryHistory, Position, memory_at
     from semel.memory.table import Changes, ItemMemory, Rows
 
 

@@ -8,6 +8,7 @@ reads in training is not published, so both are choices here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,9 @@ class MemoryLayer(nn.Module):
     ("live") or the row that was written before ("cached": the gradient goes to the tower as if the row were its
     output; an item without a row is a miss). ``miss_rate``: the share of rows hidden from the scorer.
 
+    ``keep``: who takes the items [N] and the tower's output [N, dim] of a forward pass in place of the memory, where a
+    trainer computes a batch in parts, in several threads: it gives them to ``write`` once a step.
+
     ``fuse``: "gate" ``g c + (1 - g) a`` with ``g`` = sigmoid of a linear map of (c, a, hit), 0 without a hit; "sum"
     ``c + a``; "mlp" of (c, a, hit) with one hidden layer as wide as all three. ``c`` is 0 without a hit.
 
@@ -55,10 +59,13 @@ class MemoryLayer(nn.Module):
             self.join = nn.Linear(2 * dim + 1, dim)
         elif fuse == "mlp":
             self.join = nn.Sequential(nn.Linear(2 * dim + 1, 2 * dim + 1), nn.ReLU(), nn.Linear(2 * dim + 1, dim))
+        self.keep: Callable[[Tensor, Tensor], None] | None = None
         self.step: Tensor
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, item: Tensor, features: Any, always_on: Any, *, now: int | None = None) -> Tensor:
+    def forward(self, item: Tensor, features: Any, always_on: Any, *, now: int | None = None,
+                generator: torch.Generator | None = None) -> Tensor:
+        """``now``: microseconds, the clock's by default; ``generator``: of what hides rows, torch's own by default."""
         base = self._output(self.always_on(always_on), len(item), "always_on")
         if not self.training:
             cached, hit, _ = self.memory.read(item, now=now)
@@ -70,12 +77,25 @@ class MemoryLayer(nn.Module):
         else:
             rows, found, _ = self.memory.read(items, now=now)
             cached, hit = (rows + live - live.detach())[where], found[where]
-        kept = torch.rand(len(item), device=item.device) >= self.miss_rate
+        kept = torch.rand(len(item), device=item.device, generator=generator) >= self.miss_rate
         hit = hit & kept
         fused = self.fused(cached * kept[:, None], base, hit)
-        self.step += 1
-        self.memory.write(items, live.detach().float(), int(self.step), tower=int(self.step), now=now)
+        if self.keep is None:
+            self.write(items, live.detach(), now=now)
+        else:
+            self.keep(items, live.detach())
         return fused
+
+    def live(self, item: Tensor, features: Any, always_on: Any) -> Tensor:
+        """[C, dim], as training sees it: the tower's own output, a row at a time, nothing hidden, nothing written."""
+        base = self._output(self.always_on(always_on), len(item), "always_on")
+        output = self._output(self.item_tower(features), len(item), "item_tower")
+        return self.fused(output, base, torch.ones_like(item, dtype=torch.bool))
+
+    def write(self, items: Tensor, vectors: Tensor, *, now: int | None = None) -> None:
+        """The tower's output [N, dim] for ``items`` [N], computed in one step of training, which it counts."""
+        self.step += 1
+        self.memory.write(items, vectors.float(), int(self.step), tower=int(self.step), now=now)
 
     @torch.no_grad()
     def refresh(self, item: Tensor, features: Any, *, now: int | None = None) -> None:

@@ -149,6 +149,11 @@ class DeltaPublisher:
                 if epoch < oldest[0]:
                     self.sink.remove(f"{epoch:08d}/epoch.json")
 
+    @property
+    def running(self) -> bool:
+        """Whether ``start`` was called, and ``close`` not yet."""
+        return self._thread is not None
+
     def start(self) -> DeltaPublisher:
         """Publish in the background until ``close``. An error of the sink is logged, kept in ``error`` and tried again;
         Fenced ends the thread."""

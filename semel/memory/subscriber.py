@@ -7,12 +7,13 @@ of a record.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from semel.memory.publisher import place_of
 from semel.memory.sink import Sink, open_sink
 from semel.memory.table import Changes, ItemMemory
 
+logger = logging.getLogger(__name__)
+
 
 class DeltaGap(RuntimeError):
     """A record is missing or damaged and no later snapshot is there: the memory stays as it was before it."""
@@ -28,10 +31,11 @@ class DeltaGap(RuntimeError):
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Of a memory in a log: all records of ``epoch`` up to ``sequence``, of every shard, and none after."""
+    """Of a memory in a log: all records of ``epoch`` up to ``sequence``, of each of the ``shards``, and none after."""
 
     epoch: int
     sequence: int
+    shards: int = field(default=1, compare=False)
 
 
 class _Vanished(DeltaGap):
@@ -51,7 +55,8 @@ class DeltaSubscriber:
 
     Records are applied in order, each sequence number when all shards have it. One that was applied already is passed
     over; where one is missing or damaged, the next snapshot is loaded instead; a new epoch begins with its snapshot.
-    ``freshness``: seconds from write to visible, of the last rows.
+    ``freshness``: seconds from write to visible, of the last rows. ``start(interval)`` polls in a thread of its own
+    until ``close``; ``error`` is what the last poll raised there.
 
     Raises DeltaGap, CorruptDelta for a log that cannot be followed (``memory`` stays what it was), OSError where
     ``url`` does not answer, ValueError for a log of a newer format.
@@ -66,6 +71,41 @@ class DeltaSubscriber:
         self._applied = 0
         self._lock = threading.Lock()
         self._polling = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, interval: float = 0.25) -> DeltaSubscriber:
+        """Poll every ``interval`` seconds in the background. An error is logged, kept in ``error`` and tried again."""
+        if not interval > 0:
+            raise ValueError(f"interval must be above 0, got {interval}")
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, args=(interval,), name="semel-subscriber", daemon=True)
+            self._thread.start()
+        return self
+
+    def _run(self, interval: float) -> None:
+        while not self._stop.wait(interval):
+            try:
+                self.poll()
+                self.error = None
+            except (OSError, RuntimeError, ValueError) as error:
+                if self.error is None or str(self.error) != str(error):
+                    logger.warning("deltas are not applied, the memory stays at %s: %s", self.position, error)
+                self.error = error
+
+    def close(self) -> None:
+        """Ends the thread; the memory stays what it is. Safe to call again."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> DeltaSubscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def memory(self) -> ItemMemory | None:
@@ -148,7 +188,8 @@ class DeltaSubscriber:
         error: Exception | None = None
         try:
             for sequence in log.following(epoch, after):
-                new.append((Position(epoch, sequence), log.deltas(epoch, sequence)))  # noqa: PERF401
+                place = Position(epoch, sequence, log.described(epoch)["shards"])
+                new.append((place, log.deltas(epoch, sequence)))
         except (CorruptDelta, DeltaGap) as found:
             error = found
         if new:
@@ -253,25 +294,49 @@ class _Log:
         for changes in self._parts("snapshot", epoch, sequence):
             memory.merge(changes)
         table = _Table(memory)
-        table.position = Position(epoch, sequence)
+        table.position = Position(epoch, sequence, about["shards"])
         return table
 
 
 def memory_at(url: str | Path, epoch: int, sequence: int) -> ItemMemory:
     """The memory as it was at a position that an exposure names. DeltaGap where the log no longer reaches so far."""
-    log = _Log(open_sink(url))
-    before = next((number for number in log.snapshots(epoch) if number <= sequence), None) if epoch in log.epochs \
-        else None
-    if before is None:
-        raise DeltaGap(f"{url}: no snapshot at or before record {sequence} of epoch {epoch} is left")
-    last = max([before, *log.records[epoch, "delta"]])
-    if sequence > last:
-        raise DeltaGap(f"{url}: epoch {epoch} has no record {sequence} yet, its last is {last}")
-    memory = log.table(epoch, before).memory
-    for number in range(before + 1, sequence + 1):
-        for changes in log.deltas(epoch, number):
-            memory.merge(changes)
-    return memory
+    return MemoryHistory(url).at(epoch, sequence)
+
+
+class MemoryHistory:
+    """``at(epoch, sequence)``: the memory as it was, for one position after another; going forward in an epoch only
+    applies what lies between. The memory that it gave before is not to be used any more."""
+
+    def __init__(self, url: str | Path) -> None:
+        self.url = str(url)
+        self._log = _Log(open_sink(url))
+        self._table: _Table | None = None
+
+    def at(self, epoch: int, sequence: int) -> ItemMemory:
+        """DeltaGap where the log does not reach so far (back, or yet), CorruptDelta for a damaged record."""
+        log, table = self._log, self._table
+        if epoch not in log.epochs or sequence > self._last(epoch):
+            self._log = log = _Log(log.sink)
+        before = next((number for number in log.snapshots(epoch) if number <= sequence), None) \
+            if epoch in log.epochs else None
+        if before is None:
+            raise DeltaGap(f"{self.url}: no snapshot at or before record {sequence} of epoch {epoch} is left")
+        if sequence > self._last(epoch):
+            raise DeltaGap(f"{self.url}: epoch {epoch} has no record {sequence} yet, its last is {self._last(epoch)}")
+        here = table is not None and table.position.epoch == epoch and before <= table.position.sequence <= sequence
+        if not here:
+            table = log.table(epoch, before)
+        assert table is not None
+        self._table = None  # half advanced, should a record be damaged
+        for number in range(table.position.sequence + 1, sequence + 1):
+            for changes in log.deltas(epoch, number):
+                table.memory.merge(changes)
+        table.position = Position(epoch, sequence, table.position.shards)
+        self._table = table
+        return table.memory
+
+    def _last(self, epoch: int) -> int:
+        return max([*self._log.records[epoch, "snapshot"], *self._log.records[epoch, "delta"]], default=-1)
 
 
 def _copy(memory: ItemMemory) -> ItemMemory:

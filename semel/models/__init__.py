@@ -17,6 +17,7 @@ from semel.models.dcn import RDCN, DCNv2, RDCNLayer
 from semel.models.deep_cross_attention import DeepCrossAttention
 from semel.models.dhen import DHEN, IsolatedDHEN
 from semel.models.dlrm import DLRM
+from semel.models.early_ranker import EarlyRanker
 from semel.models.final_mlp import FinalMLP, IsolatedFinalMLP
 from semel.models.flops import Cost, cost_of
 from semel.models.heads import RankingHead, ranking_loss
@@ -33,9 +34,9 @@ from semel.models.wukong import IsolatedWukong, Wukong
 register_pytrees()
 
 __all__ = [
-    "DHEN", "DLRM", "HSTU", "RDCN", "Cost", "DCNv2", "DeepCrossAttention", "EncoderConfig", "FinalMLP", "IsolatedDHEN",
-    "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "ModelVersion", "NextItem",
-    "RDCNLayer", "RankingHead", "Scale", "SequenceRanker", "Sides", "TopK", "Transformer", "Vocabulary", "Wukong",
-    "cost_of", "current_version", "load_model", "make_model", "model_versions", "ranking_loss", "restore_version",
-    "save_model", "top_k", "widen_candidate", "widen_request",
+    "DHEN", "DLRM", "HSTU", "RDCN", "Cost", "DCNv2", "DeepCrossAttention", "EarlyRanker", "EncoderConfig", "FinalMLP",
+    "IsolatedDHEN", "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "ModelVersion",
+    "NextItem", "RDCNLayer", "RankingHead", "Scale", "SequenceRanker", "Sides", "TopK", "Transformer", "Vocabulary",
+    "Wukong", "cost_of", "current_version", "load_model", "make_model", "model_versions", "ranking_loss",
+    "restore_version", "save_model", "top_k", "widen_candidate", "widen_request",
 ]

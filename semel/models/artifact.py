@@ -26,6 +26,7 @@ from semel.models.dcn import RDCN, DCNv2
 from semel.models.deep_cross_attention import DeepCrossAttention
 from semel.models.dhen import DHEN, IsolatedDHEN
 from semel.models.dlrm import DLRM
+from semel.models.early_ranker import EarlyRanker
 from semel.models.final_mlp import FinalMLP, IsolatedFinalMLP
 from semel.models.next_item import NextItem
 from semel.models.sequence_ranker import SequenceRanker
@@ -37,11 +38,12 @@ KEEP = 5
 """Versions that a run keeps, unless its recipe says otherwise."""
 
 Model = (SequenceRanker | DLRM | DCNv2 | RDCN | Wukong | IsolatedWukong | FinalMLP | IsolatedFinalMLP | DHEN
-         | IsolatedDHEN | DeepCrossAttention | NextItem)
+         | IsolatedDHEN | DeepCrossAttention | NextItem | EarlyRanker)
 _KINDS: dict[ModelKind, type[Any]] = {
     "sequence_ranker": SequenceRanker, "dlrm": DLRM, "dcnv2": DCNv2, "rdcn": RDCN, "wukong": Wukong,
     "isolated_wukong": IsolatedWukong, "final_mlp": FinalMLP, "isolated_final_mlp": IsolatedFinalMLP, "dhen": DHEN,
     "isolated_dhen": IsolatedDHEN, "deep_cross_attention": DeepCrossAttention, "next_item": NextItem,
+    "early_ranker": EarlyRanker,
 }
 
 
@@ -106,7 +108,8 @@ def save_model(run: str | Path, model: Model, config: ModelConfig, features: Fea
     _write(run / described["weights"], data)
     _write(run / f"model-{digest}.json", content)
     _write(run / "model.json", content)
-    stay = {described["version"], *(one.version for one in before[::-1][: keep - 1])}
+    others = [one.version for one in before[::-1] if one.version != described["version"]]
+    stay = {described["version"], *others[: keep - 1]}
     for old in model_versions(run):
         if old.version not in stay:
             old.path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 ModelKind = Literal[
     "sequence_ranker", "dlrm", "dcnv2", "rdcn", "wukong", "isolated_wukong", "final_mlp", "isolated_final_mlp", "dhen",
-    "isolated_dhen", "deep_cross_attention", "next_item",
+    "isolated_dhen", "deep_cross_attention", "next_item", "early_ranker",
 ]
 Member = Literal["cross", "factorization", "attention", "linear"]
 
@@ -66,6 +66,9 @@ class ModelConfig:
     ``members``: of a DHEN layer. ``fusion_heads``: of FinalMLP. ``queries``: of deep cross attention, a request and a
     candidate; its depth is ``encoder.layers``.
 
+    ``memory_rows``: most items that the memory of an early ranker holds; ``hash_buckets``: rows of its table of hashed
+    ids; ``fuse``, ``reads``, ``miss_rate``: as of ``semel.memory.MemoryLayer``.
+
     ``request_width``, ``candidate_width``: of isolated models, each side's hidden units as a multiple of its share of
     the model without sides; the share is that of its input fields. ``semel.models.widen_request`` finds
     the request width that costs as much."""
@@ -93,6 +96,11 @@ class ModelConfig:
     queries: int = 2
     request_width: float = 1.0
     candidate_width: float = 1.0
+    memory_rows: int = 100_000
+    hash_buckets: int = 4096
+    fuse: Literal["gate", "sum", "mlp"] = "gate"
+    reads: Literal["live", "cached"] = "live"
+    miss_rate: float = 0.1
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ModelKind):
@@ -102,11 +110,11 @@ class ModelConfig:
             raise ValueError(f"model.members must be some of {', '.join(get_args(Member))}, each once, "
                              f"got {', '.join(self.members) or 'none'}")
         _at_least(self, "model", dim=1, warm_start=0, cross_layers=0, negatives=0, popularity=0, interaction_layers=1,
-                  block_fields=1, fm_rank=1, fusion_heads=1, queries=1)
+                  block_fields=1, fm_rank=1, fusion_heads=1, queries=1, memory_rows=1, hash_buckets=1)
         for name in ("request_width", "candidate_width"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"model.{name} must be above 0, got {getattr(self, name)}")
-        _shares(self, "model", "dropout", "unknown_rate", "embedding_dropout")
+        _shares(self, "model", "dropout", "unknown_rate", "embedding_dropout", "miss_rate")
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"model.temperature must be above 0, got {self.temperature}")
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from semel.training.recipe import Recipe
 
 _HOME = {
+    "ml1m_memory": "movielens", "movies_memory": "movies",
     "ml1m_rank": "movielens", "ml1m_rank_dcnv2": "movielens", "ml1m_rank_dcnv2_no_history": "movielens",
     "ml1m_rank_deep_cross_attention": "movielens", "ml1m_rank_dhen": "movielens", "ml1m_rank_dlrm": "movielens",
     "ml1m_rank_final_mlp": "movielens", "ml1m_rank_isolated_dhen": "movielens",

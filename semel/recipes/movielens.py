@@ -110,6 +110,13 @@ def ml1m_rank_deep_cross_attention() -> Recipe:
                    encoder=EncoderConfig(dim=32, layers=2, heads=1, head_dim=32, dropout=0.1, positions=101))
 
 
+def ml1m_memory() -> Recipe:
+    """Early ranking: a user's vector from HSTU over the last 100 ratings against items' vectors out of a memory, which
+    training writes and serving reads. A product a candidate, in place of attention."""
+    recipe = ml1m_rank()
+    return replace(recipe, name="ml1m_memory", model=replace(recipe.model, kind="early_ranker", memory_rows=10_000))
+
+
 def _fields(name: str, **changes: Any) -> Recipe:
     recipe = ml1m_rank()
     return replace(recipe, name=name, model=replace(recipe.model, **changes))

@@ -18,6 +18,13 @@ def movies_rank() -> Recipe:
     return replace(recipe, name="movies_rank", features=features)
 
 
+def movies_memory() -> Recipe:
+    """Like ``ml1m_memory``, from item, rating and genres alone."""
+    recipe = movies_rank()
+    return replace(recipe, name="movies_memory",
+                   model=replace(recipe.model, kind="early_ranker", memory_rows=100_000))
+
+
 def movies_next() -> Recipe:
     """The next film for small data: the last 100 events, 512 shared negatives, 30 epochs of small batches."""
     return Recipe(

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+
+if TYPE_CHECKING:
+    from semel.memory import Position
 
 
 @dataclass(frozen=True)
 class Exposure:
     """One served request. ``candidates`` [C], ``ranked_by`` [C] float32, ``task_scores`` [C, tasks] float32,
-    ``order``: candidate rows best first, of which ``returned`` were sent."""
+    ``order``: candidate rows best first, of which ``returned`` were sent. ``memory``: the position of the memory that
+    rows were read from, None without one."""
 
     request_id: str
     user_id: int | str
@@ -35,6 +39,7 @@ class Exposure:
     device: str
     served_at: int
     batch: Membership
+    memory: Position | None = None
     stage: str = "rank"
     part_of: str | None = None
 
@@ -76,6 +81,9 @@ def exposures_table(exposures: Sequence[Exposure], schema: pa.Schema) -> pa.Tabl
         "task_scores": _lists(np.array([e.task_scores.size for e in exposures]))(
             pa.array(np.concatenate([e.task_scores.reshape(-1) for e in exposures]))),
         "model_version": [e.model_version for e in exposures],
+        "memory": [None if e.memory is None else
+                   [{"epoch": e.memory.epoch, "shard": shard, "sequence": e.memory.sequence}
+                    for shard in range(e.memory.shards)] for e in exposures],
         "history_checksum": np.array([e.checksum for e in exposures], dtype=np.uint64),
         "history_length": [e.history_length for e in exposures],
         "history_status": [e.history_status for e in exposures],

@@ -90,13 +90,17 @@ class ModelChoice:
         if watch is None:
             raise InvalidRequest("stage", "its model was not loaded from a run, so there is no other")
         try:
-            if run is not None:
-                watch.follow(self._folder(watch.run, run))
-            elif version == LATEST:
+            if version == LATEST:
                 watch.follow(watch.run)
+                return
+            folder = self._folder(watch.run, run) if run is not None else self._run_of(str(version))
+            if by.memory is not None and folder.resolve() != watch.run.resolve():
+                raise ValueError(f"{folder.name} is another run, and the item memory that is read here is of "
+                                 f"{watch.run.name}; serve it by a server of its own")
+            if run is not None:
+                watch.follow(folder)
             else:
-                assert version is not None
-                watch.pin(load_model(self._run_of(version), version))
+                watch.pin(load_model(folder, version))
         except InvalidRequest:
             raise
         except (ValueError, FileNotFoundError) as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from semel.serving.states import StateCache, state_key
 if TYPE_CHECKING:
     from semel.batch import Pointers, RequestBatch
     from semel.history import HistoryStore
+    from semel.memory import DeltaSubscriber, Position
     from semel.models import ModelArtifact
     from semel.serving.retrieval import CatalogueScan
     from semel.serving.versions import VersionWatch
@@ -67,10 +68,13 @@ class Predictor:
     """
 
     def __init__(self, artifact: ModelArtifact, store: HistoryStore, catalogue: HistoryStore | None = None, *,
-                 exposures: Any = None, max_candidates: int = 2000, share: bool = True,
-                 state_bytes: int = STATE_BYTES, refresh: bool = False, owned: bool = False):
-        """``exposures``: an ``ExposureLog`` or None (requests are then not logged). ``share``: the model's request side
+                 memory: DeltaSubscriber | None = None, exposures: Any = None, max_candidates: int = 2000,
+                 share: bool = True, state_bytes: int = STATE_BYTES, refresh: bool = False, owned: bool = False,
+                 faiss: str | None = None):
+        """``memory``: what item rows are read from, of a model that has a memory; closed with the predictor.
+        ``exposures``: an ``ExposureLog`` or None (requests are then not logged). ``share``: the model's request side
         once per request (else once per candidate, to compare); its states are kept in at most ``state_bytes``.
+        ``faiss``: retrieve by a FAISS index of this kind (``semel.serving.approximate``).
         ``refresh``: look for what other processes appended before each request. ``owned``: ``close`` closes the stores
         too."""
         from semel.examples.exposures import exposure_schema
@@ -78,6 +82,7 @@ class Predictor:
         from semel.serving.schemas import is_string
 
         self._artifact, self.store, self.catalogue = artifact, store, catalogue
+        self.memory = memory
         self.clock = Clock()
         self.served = [(artifact.version, self.clock.now())]
         self.max_candidates, self.share = max_candidates, share
@@ -90,6 +95,7 @@ class Predictor:
         self.preranker: Predictor | None = None
         self.paces = {stage: Pace() for stage in STAGES}
         self._scans: dict[str, CatalogueScan] = {}
+        self._faiss = faiss
         self._scanning = threading.Lock()
         self._reads: Any = _TimedReads(store)
         self._schema = exposure_schema(self.user_type, self.item_type)
@@ -102,15 +108,16 @@ class Predictor:
     @classmethod
     def load(cls, run: str | Path, store: str | Path | HistoryStore, *, retrieve: str | Path | None = None,
              prerank: str | Path | None = None, mode: Literal["r", "a"] = "r", log_exposures: bool = True,
-             max_candidates: int = 2000, share: bool = True,
-             state_bytes: int = STATE_BYTES) -> Predictor:
+             max_candidates: int = 2000, share: bool = True, state_bytes: int = STATE_BYTES,
+             memory: str | Path | None = None, faiss: str | None = None) -> Predictor:
         """The model of ``run`` over ``store`` (a path, or an open handle that stays the caller's to close).
 
         ``mode="a"`` opens the store for appending, as the server does; ``"r"`` reads beside a writer and looks for its
-        appends before each request. ``retrieve``, ``prerank``: runs whose models do these stages.
-        Weights that training saves into a run later are swapped in within a second
-        (``versions``). Raises FileNotFoundError for a missing run or store, ValueError where the store
-        lacks a history column that the model reads, StoreLocked where ``"a"`` meets another writer.
+        appends before each request. ``retrieve``, ``prerank``: runs whose models do these stages. Weights that training
+        saves into a run later are swapped in within a second (``versions``), and so are item rows that it publishes to
+        ``memory`` (by default the run's own folder of that name). Raises FileNotFoundError for a missing run or store,
+        ValueError where the store lacks a history column that the model reads, StoreLocked where ``"a"`` meets another
+        writer.
         """
         run = Path(run)
         if not run.exists():
@@ -118,6 +125,7 @@ class Predictor:
         from semel.examples.logs import ExposureLog
         from semel.history import HistoryStore
         from semel.models import load_model
+        from semel.serving.item_rows import subscribe
         from semel.serving.versions import VersionWatch
 
         owned = isinstance(store, (str, Path))
@@ -136,13 +144,19 @@ class Predictor:
                 catalogue = opened.enter_context(HistoryStore.open(folder / "catalogue", mode=mode))
             _check_columns(run, artifact, store, catalogue)
             log = ExposureLog(folder / "exposures") if log_exposures else None
-            predictor = cls(artifact, store, catalogue, exposures=log, max_candidates=max_candidates, share=share,
-                            state_bytes=state_bytes, refresh=mode == "r", owned=owned)
+            rows = subscribe(artifact, run / "memory" if memory is None else memory)
+            if rows is not None:
+                opened.callback(rows.close)
+            predictor = cls(artifact, store, catalogue, memory=rows, exposures=log, max_candidates=max_candidates,
+                            share=share, state_bytes=state_bytes, refresh=mode == "r", owned=owned)
             opened.pop_all()
         predictor.versions = VersionWatch(predictor, run)
         try:
             if retrieve is not None:
                 predictor.retrieval = predictor._beside(retrieve)
+            predictor.retrieval._faiss = faiss
+            if faiss is not None and catalogue is not None:
+                predictor.retrieval._scan(predictor.retrieval.artifact)  # whether it can be, is said now
             if prerank is not None:
                 predictor.preranker = predictor._beside(prerank)
         except BaseException:
@@ -153,6 +167,7 @@ class Predictor:
     def _beside(self, run: str | Path) -> Predictor:
         """The model of another run over the same stores, whose exposures go where this one's go."""
         from semel.models import load_model
+        from semel.serving.item_rows import subscribe
         from semel.serving.versions import VersionWatch
 
         run = Path(run)
@@ -160,12 +175,15 @@ class Predictor:
             raise FileNotFoundError(f"no run at {run}; train one with `semel train`")
         artifact = load_model(run)
         _check_columns(run, artifact, self.store, self.catalogue)
-        other = Predictor(artifact, self.store, self.catalogue, max_candidates=self.max_candidates, share=self.share,
-                          state_bytes=self.states.limit)
+        rows = subscribe(artifact, run / "memory")
+        other = Predictor(artifact, self.store, self.catalogue, memory=rows, max_candidates=self.max_candidates,
+                          share=self.share)
         if other.item_type != self.item_type:
+            if rows is not None:
+                rows.close()
             raise ValueError(f"the model of {run} has items in column {artifact.features.item!r}, which are "
                              f"{other.item_type}, the one beside it has {self.item_type}")
-        other.clock, other._writer = self.clock, self._writer
+        other.clock, other._writer, other.states = self.clock, self._writer, self.states
         other.versions = VersionWatch(other, run)
         return other
 
@@ -184,14 +202,22 @@ class Predictor:
         It scores a made-up request first, so that no real one pays for its set-up. Raises ValueError, and changes
         nothing, for a model of other tasks or of features that the store lacks: that takes a new server.
         """
+        from semel.models.early_ranker import memory_layer
+        from semel.serving.item_rows import check_width
+
         old = self._artifact
         if (artifact.features.tasks, artifact.features.item) != (old.features.tasks, old.features.item):
             raise ValueError(f"model {show(artifact.version)} has other tasks or another item column than "
                              f"{show(old.version)}; serve it by a server of its own")
         _check_columns(artifact.version, artifact, self.store, self.catalogue)
+        if self.memory is not None:
+            check_width(artifact, self.memory)
+        elif memory_layer(artifact.model) is not None:
+            raise ValueError(f"model {show(artifact.version)} reads an item memory, {show(old.version)} does not; "
+                             "serve it by a server of its own")
         self._made_up_score(artifact)
         if self._scans:  # it retrieves: its catalogue is scored by the new model before the first request comes
-            self._scan(artifact).index.items()
+            self._scan(artifact).prepare()
         self._artifact = artifact
         self.served = [*self.served[-MOST_SERVED:], (artifact.version, self.clock.now())]
 
@@ -279,13 +305,15 @@ class Predictor:
         answers: list[RankResult | Exception] = []
         checked = [self._filtered(one, artifact) for one in checked]
         batch, history_s = self._materialize(checked, artifact)
+        batch, position = self._with_rows(batch, artifact)
         ready = time.perf_counter()
         scores = self._score(batch, artifact)
         scored = time.perf_counter()
         ends = batch.candidate_offsets.tolist()
         for index, one in enumerate(checked):
             try:
-                answers.append(self._answer(one, index, batch, scores.rows(*ends[index : index + 2]), artifact))
+                answers.append(self._answer(one, index, batch, scores.rows(*ends[index : index + 2]), artifact,
+                                            position))
             except (NonFiniteScore, Overloaded) as error:
                 answers.append(error)
         ended = time.perf_counter()
@@ -322,14 +350,20 @@ class Predictor:
             raise InvalidRequest("retrieve", "the store has no catalogue, whose items could be retrieved; ingest them")
         with self._scanning:
             if artifact.version not in self._scans:
-                self._scans[artifact.version] = CatalogueScan(artifact, self.catalogue)
+                self._scans[artifact.version] = CatalogueScan(artifact, self.catalogue, self._faiss)
                 for old in list(self._scans)[:-2]:
                     del self._scans[old]
             return self._scans[artifact.version]
 
     def warm_up(self) -> None:
-        """Score a made-up request, unlogged, so that the first real one does not pay for set-up and compilation."""
+        """Score a made-up request, unlogged, so that the first real one does not pay for set-up and compilation; where
+        there is a model that retrieves, read the catalogue for it."""
         from semel.serving.warming import twin
+
+        for one in self.beside:
+            one.warm_up()
+        if (self.retrieval is not self or self._faiss is not None) and self.catalogue is not None:
+            self.retrieval._scan(self.retrieval.artifact).prepare()
 
         made_up = self._made_up_score(self._artifact)
         with TemporaryDirectory() as folder, ExitStack() as opened:
@@ -340,7 +374,7 @@ class Predictor:
             live = Predictor(self.artifact, store, catalogue, share=self.share)
             batch, _ = live._materialize([replace(made_up, as_of=self.clock.now(), versions=live._versions())],
                                          live.artifact)
-            live._score(batch, live.artifact)
+            live._score(self._with_rows(batch, live.artifact)[0], live.artifact)
         self.states.clear()
 
     def _made_up_score(self, artifact: ModelArtifact) -> _Checked:
@@ -351,8 +385,13 @@ class Predictor:
         made_up = _Checked(0, "warm-up", user, items, {}, None, self.clock.now(), self._versions())
         for _ in range(2):
             batch, _ = self._materialize([made_up], artifact)
-            score(artifact, batch, self.share)
+            score(artifact, self._with_rows(batch, artifact)[0], self.share)
         return made_up
+
+    @property
+    def beside(self) -> list[Predictor]:
+        """The predictors of the stages before ranking, where they have models of their own."""
+        return [one for one in (self.retrieval, self.preranker) if one is not None and one is not self]
 
     @property
     def pending_exposures(self) -> int:
@@ -378,9 +417,10 @@ class Predictor:
         if self._closed:
             return
         self._closed = True
-        for one in (self, self.retrieval, self.preranker):
-            if one is not None and one.versions is not None:
-                one.versions.close()
+        for one in (self, *self.beside):
+            for follower in (one.versions, one.memory):
+                if follower is not None:
+                    follower.close()
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -444,6 +484,22 @@ class Predictor:
         batch = materialize(rows, self._reads, self.catalogue, artifact.features, checksum=True)
         return batch, self._reads.seconds
 
+    @contextmanager
+    def _rows(self, artifact: ModelArtifact) -> Iterator[tuple[Callable[[RequestBatch], RequestBatch],
+                                                               Position | None]]:
+        """A function that puts what the memory has of the candidates into a batch, all of one moment, and which."""
+        from semel.serving.item_rows import joined
+
+        with ExitStack() as stack:
+            memory = position = None
+            if self.memory is not None and self.memory.position is not None:
+                memory, position = stack.enter_context(self.memory.reading())
+            yield lambda batch: joined(batch, artifact, memory)[0], position
+
+    def _with_rows(self, batch: RequestBatch, artifact: ModelArtifact) -> tuple[RequestBatch, Position | None]:
+        with self._rows(artifact) as (joined, position):
+            return joined(batch), position
+
     def _score(self, batch: RequestBatch, artifact: ModelArtifact, states: list[Any] | None = None) -> Scores:
         if states is None and self.states.limit:
             states = self._states(batch, artifact)
@@ -459,8 +515,8 @@ class Predictor:
         return [self.states.get(artifact.version.encode() + b"\0" + state_key(part), partial(_state, artifact, part))
                 for part in parts]
 
-    def _answer(self, one: _Checked, index: int, batch: RequestBatch, scores: Scores,
-                artifact: ModelArtifact) -> RankResult:
+    def _answer(self, one: _Checked, index: int, batch: RequestBatch, scores: Scores, artifact: ModelArtifact,
+                position: Position | None) -> RankResult:
         """The answer to request ``index`` of the batch, whose exposure is handed to the writer."""
         if not (np.isfinite(scores.logits).all() and np.isfinite(scores.tasks).all()):
             raise NonFiniteScore(f"request {one.request_id}: the model {show(artifact.version)} gave NaN or "
@@ -476,7 +532,8 @@ class Predictor:
                 order, returned, artifact.version,
                 int(batch.request["history_checksum"][index]) & 0xFFFF_FFFF_FFFF_FFFF, int(history.lengths[index]),
                 0 if history.status is None else int(history.status[index]), path_name(self.share), "cpu", one.now,
-                Membership(batch.request_id[0], index, batch.requests, batch.candidates), one.stage, one.part_of))
+                Membership(batch.request_id[0], index, batch.requests, batch.candidates), position, one.stage,
+                one.part_of))
         best = order[:returned]
         results = list(map(ScoredItem._make, zip(one.items[best].tolist(), scores.ranked_by[best].tolist(),
                                                  strict=True)))

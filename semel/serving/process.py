@@ -26,14 +26,15 @@ def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port
                retrieve: str | Path | None = None, prerank: str | Path | None = None, token: str | None = None,
                max_candidates: int = 2000, queue: int = 64, workers: int = 1, threads: int = 1,
                share: bool = True, state_bytes: int = 256 << 20, body_limit: int = 1 << 20,
-               ready: Callable[[str], None] | None = None) -> None:
+               memory: str | None = None, faiss: str | None = None, ready: Callable[[str], None] | None = None) -> None:
     """Serve ``run`` over ``store`` until SIGTERM or SIGINT, then finish what was accepted, write the exposures and
     return.
 
     ``retrieve``, ``prerank``: runs of the stages before ranking. ``port`` 0 takes a free one. ``threads``: of torch,
-    for each of the ``workers`` that score. ``share``, ``state_bytes``: as of ``Predictor``. ``ready`` gets the URL once
-    requests are accepted. Raises ValueError (an address beyond loopback without a token, a store that does not fit the
-    model), FileNotFoundError (no run, no store), OSError (the port is taken), StoreLocked (another writer).
+    for each of the ``workers`` that score. ``share``, ``state_bytes``, ``memory``, ``faiss``: as of
+    ``Predictor.load``. ``ready`` gets the URL once requests are accepted. Raises ValueError (an address beyond loopback
+    without a token, a store that does not fit the model), FileNotFoundError (no run, no store), OSError (the port is
+    taken), StoreLocked (another writer).
     """
     check_binding(host, token)
     if not 0 <= port <= 65535:
@@ -45,7 +46,7 @@ def run_server(run: str | Path, store: str | Path, host: str = "127.0.0.1", port
         def load() -> Predictor:
             from semel.serving.predictor import Predictor
 
-            return Predictor.load(run, store, retrieve=retrieve, prerank=prerank, mode="a",
+            return Predictor.load(run, store, retrieve=retrieve, prerank=prerank, mode="a", memory=memory, faiss=faiss,
                                   max_candidates=max_candidates, share=share, state_bytes=state_bytes)
 
         _serve(load, listener, token, queue, workers, threads, body_limit, ready)

@@ -18,7 +18,10 @@ import pyarrow.compute as pc
 from semel.serving.scoring import on_path, score
 
 if TYPE_CHECKING:
-    from semel.batch import RequestRows
+    from torch import Tensor
+
+    from semel.batch import RequestBatch, RequestRows
+    from semel.memory import MemoryHistory
     from semel.models import ModelArtifact
 
 OUTCOME_WINDOW_US = 7 * 24 * 3600 * 1_000_000
@@ -35,7 +38,8 @@ class ReplayReport:
     largest absolute difference of a score; ``max_scaled_difference``: the same over the largest score of its request
     (1 where all are smaller). ``incomplete_batches``: requests scored in another batch shape than logged, because the
     rest of their batch is missing. ``model_version``: the run's latest; ``by_version``: requests by what scored them,
-    of the versions that the run keeps; ``other_versions``: exposures of other models, left out. ``served_ne``,
+    of the versions that the run keeps; ``other_versions``: exposures of other models, left out; ``memory_gone``:
+    exposures whose item memory the log no longer reaches back to, left out too. ``served_ne``,
     ``replayed_ne``: normalized entropy of the first task over the ``labelled`` candidates that have an outcome, None
     without any or for a regression; ``skew`` is their difference.
     """
@@ -51,6 +55,7 @@ class ReplayReport:
     max_scaled_difference: float
     incomplete_batches: int
     other_versions: int
+    memory_gone: int
     labelled: int
     served_ne: float | None
     replayed_ne: float | None
@@ -70,11 +75,12 @@ class ReplayReport:
 
 
 def replay(run: str | Path, store: str | Path, limit: int | None = None,
-           progress: Callable[[int, int], None] | None = None) -> ReplayReport:
+           progress: Callable[[int, int], None] | None = None, memory: str | Path | None = None) -> ReplayReport:
     """Read the exposures that models of ``run`` served over ``store``, materialize and score each again by the version
     that scored it, and compare.
 
-    May run beside the server. ``limit``: only the last so many; ``progress`` gets (done, requests). Raises
+    May run beside the server. ``limit``: only the last so many; ``progress`` gets (done, requests); ``memory``:
+    where item rows were published, RUN/memory by default. Raises
     FileNotFoundError for a missing run, store or log, ValueError for a log without exposures of a version that the run
     keeps.
     """
@@ -85,96 +91,144 @@ def replay(run: str | Path, store: str | Path, limit: int | None = None,
     for what, path in (("run", run), ("store", folder)):
         if not path.exists():
             raise FileNotFoundError(f"no {what} at {path}")
-    from semel.examples import ExposureLog, OutcomeLog, exposure_rows
-    from semel.history import HistoryStore
-    from semel.models import current_version, load_model, model_versions
+    from semel.examples import ExposureLog, OutcomeLog
+    from semel.models import current_version, model_versions
 
     latest = current_version(run)
     log = ExposureLog(folder / "exposures").read()
     if not len(log):
         raise FileNotFoundError(f"no exposures under {folder}; rank something first (semel serve, POST /v1/rank)")
     exposures, others = _of_models(log, {latest, *(one.version for one in model_versions(run))}, latest, limit)
-    parts, found = [], []
-    done = 0
-    with ExitStack() as stack:
-        history = stack.enter_context(closing(HistoryStore.open(folder, mode="r")))
-        catalogue = stack.enter_context(closing(HistoryStore.open(folder / "catalogue", mode="r"))) \
-            if (folder / "catalogue").exists() else None
-        for version in sorted(set(exposures["model_version"].to_pylist())):
-            part = exposures.filter(pc.equal(exposures["model_version"], version))
-            artifact = load_model(run, version)
-            again = _Again(artifact, part, exposure_rows(part, artifact.features.request))
-            again.run(history, catalogue, None if progress is None else partial(_after, progress, done, len(exposures)))
-            done += len(part)
-            parts.append(part)
-            found.append(again)
+    found = score_again(run, folder, exposures, memory, progress)
+    gone = sum(again.memory_gone for again in found)
+    if gone == len(exposures):
+        raise ValueError(f"the log of {run}'s item memory no longer reaches back to any of the {gone} exposures; keep "
+                         "more of it (recipe memory.keep)")
+    artifact = found[-1].artifact
+    exposures = pa.concat_tables([again.exposures for again in found])
     served, replayed = (np.concatenate([getattr(again, name) for again in found]) for name in ("served", "replayed"))
-    labelled, served_ne, replayed_ne = _entropies(artifact, pa.concat_tables(parts),
-                                                  OutcomeLog(folder / "outcomes").read(), served, replayed)
+    labelled, served_ne, replayed_ne = _entropies(artifact, exposures, OutcomeLog(folder / "outcomes").read(), served,
+                                                  replayed)
 
     def total(name: str) -> int:
         return sum(getattr(again, name) for again in found)
 
     return ReplayReport(
-        latest, {again.version: len(again) for again in found}, len(exposures), len(served), total("equal"),
+        latest, {again.version: len(again) for again in found}, len(exposures) - gone,
+        int(np.isfinite(replayed).sum()), total("equal"),
         total("erased"), total("bit_equal"), max(again.max_difference for again in found),
-        max(again.max_scaled for again in found), total("incomplete"), others, labelled, served_ne, replayed_ne,
+        max(again.max_scaled for again in found), total("incomplete"), others, gone, labelled, served_ne, replayed_ne,
         None if served_ne is None or replayed_ne is None else served_ne - replayed_ne, time.perf_counter() - started)
+
+
+def score_again(run: Path, store: Path, exposures: pa.Table, memory: str | Path | None = None,
+                progress: Callable[[int, int], None] | None = None, look: Look | None = None) -> list[Again]:
+    """Exposures of models that ``run`` keeps, scored by the version and from the memory rows that they name, one
+    ``Again`` a version; ``look`` is shown each batch. ``memory``: RUN/memory by default."""
+    from semel.examples import exposure_rows
+    from semel.history import HistoryStore
+    from semel.memory import MemoryHistory
+    from semel.models import load_model
+
+    found: list[Again] = []
+    rows_of = MemoryHistory(run / "memory" if memory is None else memory)
+    done = 0
+    with ExitStack() as stack:
+        history = stack.enter_context(closing(HistoryStore.open(store, mode="r")))
+        catalogue = stack.enter_context(closing(HistoryStore.open(store / "catalogue", mode="r"))) \
+            if (store / "catalogue").exists() else None
+        for version in sorted(set(exposures["model_version"].to_pylist())):
+            part = exposures.filter(pc.equal(exposures["model_version"], version))
+            artifact = load_model(run, version)
+            again = Again(artifact, part, exposure_rows(part, artifact.features.request), rows_of)
+            again.run(history, catalogue, None if progress is None else partial(_after, progress, done, len(exposures)),
+                      look)
+            done += len(part)
+            found.append(again)
+    return found
 
 
 def _after(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
     progress(before + done, total)
 
 
-class _Again:
+Look = Callable[["Again", np.ndarray, "RequestBatch", "Tensor", "Tensor"], None]
+"""Shown who scores, which of its rows a batch is, the batch with memory rows, hit [C] and written [C] of those."""
+
+
+class Again:
     """The second computation of what one model scored: batch by batch as logged, adding up what differs."""
 
-    def __init__(self, artifact: ModelArtifact, exposures: pa.Table, rows: RequestRows):
-        self._artifact, self._rows, self.version = artifact, rows, artifact.version
+    def __init__(self, artifact: ModelArtifact, exposures: pa.Table, rows: RequestRows, memory: MemoryHistory):
+        self.artifact, self.exposures, self.version = artifact, exposures, artifact.version
+        self._rows, self._memory = rows, memory
+        self.positions = [None if place is None else (place[0]["epoch"], place[0]["sequence"])
+                          for place in exposures["memory"].to_pylist()]
         self._column = {name: exposures[name].to_numpy() for name in (
             "history_checksum", "history_status", "batch_requests", "path", "device")}
         self._batch = exposures["batch_id"].to_pylist()
         self._index = exposures["batch_index"].to_pylist()
         self.served = exposures["scores"].combine_chunks().flatten().to_numpy()
         self.replayed = np.full(len(self.served), np.nan, dtype=np.float32)
-        self.equal = self.erased = self.bit_equal = self.incomplete = 0
+        self.tasks = np.full((len(self.served), max(1, len(artifact.features.tasks))), np.nan, dtype=np.float32)
+        self.equal = self.erased = self.bit_equal = self.incomplete = self.memory_gone = 0
         self.max_difference = self.max_scaled = 0.0
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def run(self, store: Any, catalogue: Any, progress: Callable[[int], None] | None) -> None:
+    def span(self, row: int) -> slice:
+        """Where the candidates of a request are."""
+        return slice(int(self._rows.candidates.offsets[row]), int(self._rows.candidates.offsets[row + 1]))
+
+    def run(self, store: Any, catalogue: Any, progress: Callable[[int], None] | None, look: Look | None = None) -> None:
         def path_of(members: np.ndarray) -> str:
             return self._column["path"][members[0]]
 
+        def place_of(members: np.ndarray) -> tuple[str, tuple[int, int]]:
+            return path_of(members), self.positions[members[0]] or (-1, -1)
+
         done = 0
-        # By path: to change the number of threads costs more than to score a batch.
-        for path, batches in groupby(sorted(self._batches(), key=path_of), key=path_of):
+        # By path: to change the number of threads costs more than to score a batch. Then forward through the memory.
+        for path, batches in groupby(sorted(self._batches(), key=place_of), key=path_of):
             with on_path(path) as share:
                 for members in batches:
-                    self._one(members, store, catalogue, share)
+                    self._one(members, store, catalogue, share, look)
                     done += len(members)
                     if progress is not None:
                         progress(done)
 
-    def _one(self, members: np.ndarray, store: Any, catalogue: Any, share: bool) -> None:
+    def _one(self, members: np.ndarray, store: Any, catalogue: Any, share: bool, look: Look | None) -> None:
         """One logged batch: its rows, materialized and scored again together."""
         from semel.examples import materialize
+        from semel.memory import DeltaGap
+        from semel.serving.item_rows import joined
 
+        position = self.positions[members[0]]
+        try:
+            memory = None if position is None else self._memory.at(*position)
+        except DeltaGap:
+            self.memory_gone += len(members)
+            return
         if len(members) != self._column["batch_requests"][members[0]]:
             self.incomplete += len(members)
         device = self._column["device"][members[0]]
         if device != "cpu":
             raise ValueError(f"exposures were scored on {device!r}; this version replays on 'cpu'")
-        batch = materialize(self._rows.select(members), store, catalogue, self._artifact.features, checksum=True)
-        scores = score(self._artifact, batch, share).ranked_by
+        batch = materialize(self._rows.select(members), store, catalogue, self.artifact.features, checksum=True)
+        batch, hit, written = joined(batch, self.artifact, memory)
+        if look is not None:
+            look(self, members, batch, hit, written)
+        again = score(self.artifact, batch, share)
         checksums = batch.request["history_checksum"].numpy().view(np.uint64)
         status = batch.request["history"].status
         start = 0
         for place, row in enumerate(members):
             now = 0 if status is None else int(status[place])
-            stop = start + int(self._rows.candidates.offsets[row + 1] - self._rows.candidates.offsets[row])
-            self._compare(row, checksums[place], now, scores[start:stop])
+            span = self.span(row)
+            stop = start + span.stop - span.start
+            self.tasks[span] = again.tasks[start:stop]
+            self._compare(row, checksums[place], now, again.ranked_by[start:stop])
             start = stop
 
     def _batches(self) -> Iterator[np.ndarray]:
@@ -189,7 +243,7 @@ class _Again:
     def _compare(self, row: int, checksum: np.uint64, status: int, scores: np.ndarray) -> None:
         from semel.history import Status
 
-        span = slice(self._rows.candidates.offsets[row], self._rows.candidates.offsets[row + 1])
+        span = self.span(row)
         self.replayed[span] = scores
         if checksum == self._column["history_checksum"][row]:
             self.equal += 1

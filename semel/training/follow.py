@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 
 from semel.examples import RequestLoader, read_rows
+from semel.examples.predictions import PredictionLog
 from semel.metrics import AUC, NormalizedEntropy
 from semel.models import load_model, save_model
+from semel.models.early_ranker import memory_layer
 from semel.training import loops
 from semel.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from semel.training.curves import Curves
+from semel.training.memory import memory_writer, take_over
 from semel.training.objectives import RankingObjective, RequestObjective
 from semel.training.pieces import Workers
 from semel.training.ranks import Ranks
@@ -99,12 +102,16 @@ class Follower:
         with torch.random.fork_rng(devices=[]), OnSigterm(self.stop):
             torch.manual_seed(self.recipe.seed)
             model = ranks.in_turn(lambda: self._make_model(resume, ranks))
-            objective = RequestObjective(self.recipe)
+            objective = RequestObjective(self.recipe, checksum=True)
             try:
                 if resume is None:
                     run = Run(Path(ranks.first(lambda: str(new_run(self.recipe)))), self.recipe)
                 with Curves(run, ranks) as curves:
-                    _Following(self, run, objective, model, ranks, curves).go(resume is not None, until_idle)
+                    following = _Following(self, run, objective, model, ranks, curves)
+                    try:
+                        following.go(resume is not None, until_idle)
+                    finally:
+                        following.close()
             finally:
                 objective.close()
         return run
@@ -116,6 +123,9 @@ class Follower:
             if (artifact.config, artifact.features) != (self.recipe.model, self.recipe.features):
                 raise ValueError(f"{start} holds another model than recipe {self.recipe.name!r}; leave its model and "
                                  "features as they are")
+            layer = memory_layer(artifact.model)
+            if layer is not None and resume is None and ranks.rank == 0:  # a checkpoint holds its own rows
+                take_over(layer, Run.open(start).recipe.memory.url or Path(start) / "memory")
             return artifact.model
         objective = RankingObjective(self.recipe, ranks)
         try:
@@ -145,6 +155,9 @@ class _Following:
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate,
                                            betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
         self.timeline = Timeline(ranks.rank)
+        self.memory = memory_writer(model, self.recipe, run.path, ranks, objective.catalogue)
+        self.predictions = PredictionLog(run.path / "predictions", ranks.rank)
+        self.versioned = time.monotonic()   # when weights were last saved for who serves them
         self.step = 0
         self.done: list[str] = []           # files that are trained on
         self.opened: dict[int, str] = {}    # the names of loaders, by identity
@@ -159,11 +172,14 @@ class _Following:
     def go(self, resume: bool, until_idle: float | None) -> None:
         if resume:
             self._restore()
+        self._version()
+        if self.memory is not None:
+            self.memory.start()
         recipe = self.recipe
         loop = loops.overlapped if recipe.overlap else loops.plain
         with Workers(-(-recipe.pieces // self.ranks.world_size), recipe.seed) as workers:
             step = StepStages(recipe, self.objective, self.model, self.optimizer, workers, self.ranks, self.timeline,
-                              self.follower._stop.is_set, score=self._score)
+                              self.follower._stop.is_set, score=self._score, memory=self.memory)
             step.step = self.step
             stages = step.stages()
             idle_since = time.monotonic()
@@ -179,6 +195,8 @@ class _Following:
                 over = until_idle is not None and time.monotonic() - idle_since >= until_idle
                 if self.ranks.any(over and self.ranks.rank == 0):
                     break
+                if self.memory is not None:
+                    self.memory.idle()
                 time.sleep(POLL_S)
         if self.window.losses:
             self._report()
@@ -234,7 +252,9 @@ class _Following:
         self.model.eval()
         with torch.inference_mode():
             for _, piece in work.pieces:
-                label, logits = self.objective.labelled(self.model, piece)
+                output = self.model(piece)
+                self.predictions.add(self.step, piece, output)
+                label, logits = self.objective.judged_rows(piece, output)
                 if np.isfinite(logits).all():  # else the loss is not either, and that is an error
                     self.window.ne.update_logits(label, logits)
                     self.window.auc.update_logits(label, logits)
@@ -261,6 +281,8 @@ class _Following:
             self._interrupt()
         if self.step % self.recipe.checkpoint_steps == 0:
             self._save()
+        elif self.ranks.rank == 0 and time.monotonic() - self.versioned >= self.recipe.version_seconds:
+            self._version()
 
     def _interrupt(self) -> None:
         self._save()
@@ -291,10 +313,10 @@ class _Following:
                                                 self.ranks.sum_metric(self.window.auc))}
         samples = int(self.ranks.sum([self.window.samples])[0])
         self.saved = self.step
+        self.predictions.save(self.step)
         if self.ranks.rank:
             return
-        self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features, self.recipe.name,
-                                  self.recipe.keep_versions)
+        self._version()
         tensors: dict[str, Tensor] = {
             f"{name}.{metric}.{part}": torch.from_numpy(np.asarray(value))
             for name, pair in sums.items() for metric, one in zip(("ne", "auc"), pair, strict=True)
@@ -303,6 +325,22 @@ class _Following:
                  "loader": None if self.at is None else self.at[1].state_dict(), "losses": self.window.losses,
                  "samples": samples, "seconds": self.seconds, "version": self.version}
         save_checkpoint(self.run.path / "checkpoints", self.step, self.model, self.optimizer, tensors, state)
+
+    def _version(self) -> None:
+        """Weights for who serves, behind the rows that were written so far."""
+        if self.ranks.rank:
+            return
+        if self.memory is not None:
+            self.memory.fill()
+            self.memory.publish()  # not the weights either, where another trainer has taken over
+        self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features, self.recipe.name,
+                                  self.recipe.keep_versions)
+        self.versioned = time.monotonic()
+
+    def close(self) -> None:
+        """Publish what is written."""
+        if self.memory is not None:
+            self.memory.close()
 
     def _restore(self) -> None:
         path = latest_checkpoint(self.run.path / "checkpoints")
@@ -328,3 +366,5 @@ class _Following:
         if state["file"] is not None:
             self.resumed = state["file"], state["loader"]
         self.curves.forget_after(self.step)
+        if self.ranks.rank == 0:
+            self.predictions.forget_after(self.step)

@@ -76,6 +76,7 @@ class Objective(Computed, Protocol):
     loader: Loader
     score: str
     smaller: bool
+    catalogue: HistoryStore | None
 
     def make_model(self) -> Model: ...
     def validate(self, model: Any) -> Mapping[str, float]:
@@ -86,10 +87,11 @@ class Objective(Computed, Protocol):
 class RequestObjective:
     """Request rows with labels, wherever they come from: what ranking from sessions and from exposures share.
 
-    ``judged``: the first binary task, ``column`` its place in a model's output."""
+    ``judged``: the first binary task, ``column`` its place in a model's output. ``checksum``: batches hold that of
+    their histories."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, checksum: bool = False) -> None:
+        self.recipe, self.checksum = recipe, checksum
         binary = [i for i, task in enumerate(recipe.features.tasks) if task.kind == "binary"]
         if not binary:
             raise ValueError(f"recipe {recipe.name!r} has no binary task to validate by")
@@ -101,7 +103,8 @@ class RequestObjective:
         return read_ahead(rows, self.store, self.recipe.features)
 
     def materialize(self, rows: RequestRows, histories: Histories) -> RequestBatch:
-        return materialize(rows, self.store, self.catalogue, self.recipe.features, histories=histories)
+        return materialize(rows, self.store, self.catalogue, self.recipe.features, histories=histories,
+                           checksum=self.checksum)
 
     def counts(self, data: RequestRows | RequestBatch) -> np.ndarray:
         """Candidates, then the weight of the labels of each task."""
@@ -119,8 +122,12 @@ class RequestObjective:
 
     def labelled(self, model: Any, batch: RequestBatch) -> tuple[np.ndarray, np.ndarray]:
         """Labels and logits of the judged task, of the candidates that have a label."""
+        return self.judged_rows(batch, model(batch))
+
+    def judged_rows(self, batch: RequestBatch, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The same, of logits [C, tasks] that are there already."""
         mask = batch.label_mask[self.judged].numpy()
-        return batch.label[self.judged].numpy()[mask], model(batch)[:, self.column].float().numpy()[mask]
+        return batch.label[self.judged].numpy()[mask], logits[:, self.column].float().numpy()[mask]
 
     def close(self) -> None:
         self.store.close()

@@ -87,6 +87,19 @@ class Ranks:
         self._call(self._dist.all_gather, out, padded, group=self._host)
         return [json.loads(part[:size].numpy().tobytes()) for part, size in zip(out, sizes.tolist(), strict=True)]
 
+    def gather_rows(self, rows: Tensor) -> list[Tensor]:
+        """[N, ...] of each rank, by rank; N may differ, the rest may not. On the host."""
+        if not self._dist:
+            return [rows]
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(rows)
+        self._call(self._dist.all_reduce, sizes, group=self._host)
+        padded = rows.new_zeros(int(sizes.max()), *rows.shape[1:], device="cpu")
+        padded[: len(rows)] = rows
+        out = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self._call(self._dist.all_gather, out, padded, group=self._host)
+        return [part[:size] for part, size in zip(out, sizes.tolist(), strict=True)]
+
     def first(self, make: Callable[[], Any]) -> Any:
         """``make()`` on rank 0, its JSON value on all."""
         return self.gather(make() if self.rank == 0 else None)[0]

@@ -70,6 +70,27 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """Of a model with an item memory. ``pool``: items of the catalogue that are computed beside each step, those
+    without a row first, then the oldest rows. Changes are published every ``interval`` seconds while a run follows, to
+    ``url`` (None: the folder ``memory`` of the run), with a snapshot every ``snapshot_every`` of them, of which
+    ``keep`` stay: so far back what was served can be replayed."""
+
+    pool: int = 64
+    interval: float = 1.0
+    snapshot_every: int = 600
+    keep: int = 4
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("pool", 0), ("snapshot_every", 1), ("keep", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"memory.{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.interval < float("inf"):
+            raise ValueError(f"memory.interval must be above 0 and finite, got {self.interval}")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """``batch``: requests of a step (ranking) or users of a step (next item). ``patience``: stop after so many
     validations without a better one, and keep the best weights. ``validate_every``: epochs between validations.
@@ -81,7 +102,8 @@ class Recipe:
     the same). ``balance``: which rank and thread computes which request, so that none waits for the longest
     histories: a partition of ``semel.training.balance`` by cost, where t events and candidates cost
     ``t + quadratic t^2``; "none" leaves requests in their order and cuts it evenly. ``keep_versions``: of the models
-    that a run saves the last so many stay, so that what they served can be replayed."""
+    that a run saves the last so many stay, so that what they served can be replayed; a run that follows saves one every
+    ``version_seconds``, or at its checkpoints where they come sooner."""
 
     name: str
     features: FeatureSpec = FeatureSpec()
@@ -100,7 +122,9 @@ class Recipe:
     overlap: bool = True
     balance: Literal["none", "equal_count", "equal_cost", "zigzag", "segments", "karmarkar_karp", "lpt"] = "none"
     quadratic: float = 0.0
-    keep_versions: int = 5
+    memory: MemoryConfig = MemoryConfig()
+    keep_versions: int = 10
+    version_seconds: float = 60.0
     store: str = "./store"
     out: str = "./runs"
 
@@ -111,6 +135,8 @@ class Recipe:
             if value is not None and value < 1:
                 raise ValueError(f"recipe {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
 
+        if not self.version_seconds > 0:
+            raise ValueError(f"recipe {self.name!r}: version_seconds must be above 0, got {self.version_seconds}")
         if not 0 <= self.quadratic < float("inf"):
             raise ValueError(f"recipe {self.name!r}: quadratic must be 0 or more and finite, got {self.quadratic}")
 

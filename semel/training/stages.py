@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -33,6 +34,13 @@ class Exchange(Protocol):
     every batch, in the same order, in one thread."""
 
     def start(self, rows: Any) -> Any: ...
+
+
+class Remembers(Protocol):
+    """Takes what an item tower computed: within ``piece`` for a piece, and ``write`` once a batch, on all ranks."""
+
+    def piece(self, number: int) -> AbstractContextManager[None]: ...
+    def write(self, work: Work) -> None: ...
 
 
 @dataclass
@@ -90,15 +98,16 @@ def updates(loader: Loader, accumulate_tokens: int | None, before: int, total: i
 class StepStages:
     """The stages over one model; ``step`` counts updates. ``stop``: asked before each update whether this rank has been
     told to stop; after it ``stopping`` says whether any has, the same on all ranks. ``embed`` is called with a batch
-    before the model computes it, ``score`` with one before any weight has learned from it."""
+    before the model computes it, ``score`` with one before any weight has learned from it.
+    ``memory``: where what an item tower computed goes, of a model that has one."""
 
     def __init__(self, recipe: Recipe, objective: Computed, model: Any, optimizer: torch.optim.Optimizer,
                  workers: Workers, ranks: Ranks, timeline: Timeline, stop: Callable[[], bool],
                  exchange: Exchange | None = None, embed: Callable[[Work], None] | None = None,
-                 score: Callable[[Work], None] | None = None) -> None:
+                 score: Callable[[Work], None] | None = None, memory: Remembers | None = None) -> None:
         self.recipe, self.objective, self.model, self.optimizer = recipe, objective, model, optimizer
         self.workers, self.ranks, self.timeline, self._stop = workers, ranks, timeline, stop
-        self.exchange, self._embed, self._score = exchange, embed, score
+        self.exchange, self._embed, self._score, self._memory = exchange, embed, score, memory
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.pieces = max(recipe.pieces, ranks.world_size)
         self.step = 0
@@ -108,7 +117,7 @@ class StepStages:
         self._seconds = 0.0
 
     def stages(self) -> list[Stage]:
-        """In order; exchange, embed and score only where there is something to do."""
+        """In order; exchange, embed, score and remember only where there is something to do."""
         return [
             Stage("read", self._read, ahead=True),
             *([Stage("exchange", self._exchange, ahead=True)] if self.exchange else []),
@@ -118,6 +127,7 @@ class StepStages:
             Stage("forward", self._forward),
             Stage("backward", self._backward),
             Stage("update", self._update),
+            *([Stage("remember", self._memory.write)] if self._memory else []),
         ]
 
     def _read(self, work: Work) -> None:
@@ -170,8 +180,8 @@ class StepStages:
         self.model.train()
         began = time.perf_counter()
         work.losses = self.workers.losses(
-            [(number, (piece, shares[number])) for number, piece in work.pieces], self.step,
-            lambda piece, source: self._loss(piece[0], source, piece[1]))
+            [(number, (number, piece, shares[number])) for number, piece in work.pieces], self.step,
+            lambda piece, source: self._loss(piece[0], piece[1], piece[2], source))
         self._seconds = time.perf_counter() - began
         values = torch.stack([loss.detach() for loss in work.losses]) if work.losses else torch.zeros(1)
         update.loss = values.sum() if update.loss is None else update.loss + values.sum()
@@ -180,10 +190,12 @@ class StepStages:
                 if not np.isfinite(value):
                     update.not_finite += [str(name) for name in getattr(piece, "request_id", [])[:5]]
 
-    def _loss(self, piece: Any, source: torch.Generator, share: np.ndarray) -> Tensor:
-        if self.recipe.precision == "float32":
-            return self.objective.loss(self.model, piece, source, share)
-        with torch.autocast(self.parameters[0].device.type, torch.bfloat16):
+    def _loss(self, number: int, piece: Any, share: np.ndarray, source: torch.Generator) -> Tensor:
+        with ExitStack() as around:
+            if self._memory is not None:
+                around.enter_context(self._memory.piece(number))
+            if self.recipe.precision != "float32":
+                around.enter_context(torch.autocast(self.parameters[0].device.type, torch.bfloat16))
             return self.objective.loss(self.model, piece, source, share)
 
     def _backward(self, work: Work) -> None:

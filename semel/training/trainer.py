@@ -22,6 +22,7 @@ from semel.training import loops
 from semel.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from semel.training.cost import TERMS, CostModel
 from semel.training.curves import Curves
+from semel.training.memory import memory_writer
 from semel.training.objectives import Objective, make_objective
 from semel.training.pieces import Workers
 from semel.training.ranks import Ranks
@@ -86,8 +87,9 @@ class Trainer:
         self._stop.clear()
         if resume is not None:
             run = Run.open(resume)
+            free = ("out", "epochs", "store", "overlap", "memory", "keep_versions", "version_seconds")
             different = [name for name, value in run.recipe.to_json().items()
-                         if name not in ("out", "epochs", "store", "overlap", "keep_versions") and value != recipe.to_json()[name]]
+                         if name not in free and value != recipe.to_json()[name]]
             if different:
                 raise ValueError(f"{resume} was trained with another {different[0]!r}; resume it with its own recipe")
         ranks = Ranks()
@@ -115,6 +117,7 @@ class _Loop:
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate,
                                            betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
         self.timeline = Timeline(ranks.rank)
+        self.memory = memory_writer(model, self.recipe, run.path, ranks, objective.catalogue)
         self.step = 0
         self.epoch = 0
         self.best: float | None = None
@@ -159,7 +162,7 @@ class _Loop:
         samples, since = 0, time.perf_counter()
         with Workers(-(-recipe.pieces // self.ranks.world_size), recipe.seed) as workers:
             step = StepStages(recipe, self.objective, self.model, self.optimizer, workers, self.ranks, self.timeline,
-                              self.trainer._stop.is_set, self.exchange)
+                              self.trainer._stop.is_set, self.exchange, memory=self.memory)
             step.step = self.step
 
             def metrics(work: Work) -> None:
@@ -241,6 +244,9 @@ class _Loop:
             self.curves.record({"kind": "validation", "step": self.step, "epoch": self.epoch, **self.validation})
         if score is None or self.best is None or (score < self.best if self.objective.smaller else score > self.best):
             self.best, self.since_best = score, 0
+            if self.memory is not None:  # rows and weights of one step: what is served is what was judged
+                self.memory.fill()
+                self.memory.publish()
             if self.chief:
                 self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
                                           self.recipe.name, self.recipe.keep_versions)

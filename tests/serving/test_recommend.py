@@ -160,3 +160,32 @@ def test_runs_that_do_not_fit_are_refused(runs, store, tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no model"):
         Predictor.load(runs / "rank", store, prerank=store)
     HistoryStore.open(store, mode="a").close()  # and the store is closed again
+
+
+def test_an_item_memory_is_scanned_preranks_and_replays(runs, store, tmp_path):
+    """An early ranker whose rows come from a log of deltas does both stages before the last one."""
+    import torch
+
+    from semel.memory import DeltaPublisher, ItemMemory
+    from serving.test_item_rows import eventually, save_early_ranker
+
+    early = tmp_path / "early"
+    save_early_ranker(early)
+    memory = ItemMemory(100, 8)
+    publisher = DeltaPublisher(memory, early / "memory")
+    with Predictor.load(runs / "rank", store, retrieve=early, prerank=early) as predictor:
+        before = predictor.retrieve(3, 20)
+        memory.write(torch.arange(0, 15), 3 * torch.randn(15, 8))
+        publisher.flush()
+        for one in (predictor.retrieval, predictor.preranker):
+            eventually(lambda one=one: one.memory.position is not None
+                       and one.memory.position.sequence == publisher.sequence)
+        found = predictor.retrieve(3, 20, as_of=before.pointer.as_of)
+        assert found.results != before.results
+        ranked = predictor.prerank(3, sorted(ids(found)), as_of=before.pointer.as_of)
+        assert ids(found) == ids(ranked)
+        assert predictor.retrieve(3, 4, as_of=before.pointer.as_of).results == ranked.results[:4]
+        result = predictor.recommend(3, 5, retrieve=StageSize(12), prerank=StageSize(6))
+        assert [stage.counts["out"] for stage in result.stages] == [12, 6, 5]
+    publisher.close()
+    assert replay(early, store).exact and replay(runs / "rank", store).exact

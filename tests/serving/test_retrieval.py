@@ -1,5 +1,6 @@
 """Retrieval: the best of the whole catalogue, exactly, with filters and caps, and never behind the catalogue."""
 
+import sys
 import time
 
 import numpy as np
@@ -272,3 +273,58 @@ def test_without_a_catalogue_there_is_nothing_to_retrieve(tmp_path):
             one.retrieve(1)
         with pytest.raises(InvalidRequest, match="there is no catalogue"):
             one.rank(1, [1], diversity={"column": "genres"})
+
+
+@pytest.mark.parametrize("factory", ["Flat", "HNSW32"])
+def test_faiss_is_asked_first_and_what_it_cannot_know_is_looked_at(tmp_path, factory):
+    pytest.importorskip("faiss")
+    for handle in make_store(tmp_path / "store"):
+        handle.close()
+    save_next_item(tmp_path / "run", known=2000)
+
+    def items(ids):
+        return pa.table({"item_id": ids, "event_time": [0] * len(ids), "title": ["x"] * len(ids),
+                         "genres": [f"g{one % 3}" for one in ids], "year": pa.array([2000] * len(ids), pa.int32())})
+
+    with HistoryStore.open(tmp_path / "store" / "catalogue", mode="a") as catalogue:
+        catalogue.append(items(list(range(20, 2000))))
+    with Predictor.load(tmp_path / "run", tmp_path / "store", mode="a", log_exposures=False) as exact, \
+            Predictor.load(tmp_path / "run", exact.store, log_exposures=False, faiss=factory) as near:
+        near.catalogue.refresh()
+
+        def both(user, **said):
+            first = exact.retrieve(user, 20, **said)
+            return {one for one, _ in first.results}, near.retrieve(user, 20, as_of=first.pointer.as_of, **said)
+
+        shared, looked = 0, []
+        for user in range(20):
+            wanted, found = both(user)
+            shared += len(wanted & {one for one, _ in found.results})
+            looked.append(found.counts["scored"])
+        assert shared >= (400 if factory == "Flat" else 380) and max(looked) <= 40 < found.counts["in"] == 2000
+        exact.catalogue.append(items([5000, 5001]))
+        exact.catalogue.delete([min(wanted)])
+        wanted, found = both(3, blocked=sorted(wanted)[:5], exclude_seen=True)
+        assert {one for one, _ in found.results} == wanted or factory != "Flat"
+        exhaustive, found = both(3, diversity={"column": "genres", "most": 2})  # three values: the scan has to help
+        assert {one for one, _ in found.results} == exhaustive and found.counts["scored"] == found.counts["in"] == 2001
+
+
+def test_what_faiss_cannot_do_is_said_at_once(tmp_path, monkeypatch):
+    for handle in make_store(tmp_path / "store"):
+        handle.close()
+    save_next_item(tmp_path / "next")
+    save_tiny_model(tmp_path / "rank")
+    with pytest.raises(ValueError, match="sequence_ranker model has none"):
+        Predictor.load(tmp_path / "rank", tmp_path / "store", faiss="Flat")
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ValueError, match=r"pip install 'semel\[faiss\]'"):
+        Predictor.load(tmp_path / "next", tmp_path / "store", faiss="Flat")
+    monkeypatch.undo()
+    pytest.importorskip("faiss")
+    with pytest.raises(ValueError, match="no index of 'Nonsense'"):
+        Predictor.load(tmp_path / "next", tmp_path / "store", faiss="Nonsense")
+    with Predictor.load(tmp_path / "next", tmp_path / "store", faiss="IVF64,Flat") as predictor, \
+            pytest.raises(ValueError, match="cannot index 20 items"):
+        predictor.warm_up()
+    HistoryStore.open(tmp_path / "store", mode="a").close()

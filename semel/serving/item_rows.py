@@ -1,0 +1,72 @@
+"""Rows of an item memory in a batch that is to be scored: live, from a log of deltas that is followed, or as they were
+when a request was served."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from semel.batch import RequestBatch
+    from semel.memory import DeltaSubscriber, ItemMemory, Position
+
+POLL_S = 0.25
+
+
+def subscribe(artifact: Any, url: str | Path) -> DeltaSubscriber | None:
+    """For a model that has a memory, its rows at ``url``, followed from now on; None for another model. Raises
+    ValueError for a log that does not fit the model or that cannot be read now."""
+    from semel.memory import CorruptDelta, DeltaGap, DeltaSubscriber
+    from semel.models.early_ranker import memory_layer
+
+    if memory_layer(artifact.model) is None:
+        return None
+    rows = DeltaSubscriber(url)
+    try:
+        rows.poll()
+    except (CorruptDelta, DeltaGap) as error:
+        raise ValueError(f"the item memory at {url} cannot be read: {error}") from None
+    check_width(artifact, rows)
+    return rows.start(POLL_S)
+
+
+def check_width(artifact: Any, rows: DeltaSubscriber) -> None:
+    """Raises ValueError where rows of another width than the model's are published."""
+    from semel.models.early_ranker import memory_layer
+
+    layer, memory = memory_layer(artifact.model), rows.memory
+    if layer is not None and memory is not None and memory.dim != layer.memory.dim:
+        raise ValueError(f"the item memory at {rows.sink.url} has rows of {memory.dim} numbers, model "
+                         f"{artifact.version} reads {layer.memory.dim}; name the log that its training writes")
+
+
+def with_rows(batch: RequestBatch, artifact: Any, rows: DeltaSubscriber) -> tuple[RequestBatch, Position | None]:
+    """``batch`` with the rows of its candidates, and the position they are of; None, and misses only, before anything
+    was published."""
+    if rows.position is None:
+        return joined(batch, artifact, None)[0], None
+    with rows.reading() as (memory, position):
+        return joined(batch, artifact, memory)[0], position
+
+
+def joined(batch: RequestBatch, artifact: Any, memory: ItemMemory | None) -> tuple[RequestBatch, Tensor, Tensor]:
+    """``batch`` with rows of ``memory`` (None: misses only), where the model reads any; hit [C] bool, and when each row
+    was written [C] (microseconds since 1970, 0 without one)."""
+    import torch
+
+    from semel.models.early_ranker import HIT, ROW, memory_layer
+
+    item = batch.candidate["item_id"]
+    layer = memory_layer(artifact.model)
+    if layer is None:
+        return batch, torch.zeros_like(item, dtype=torch.bool), torch.zeros_like(item)
+    if memory is None:
+        row, hit = torch.zeros(len(item), layer.memory.dim), torch.zeros(len(item), dtype=torch.bool)
+        written = torch.zeros_like(item)
+    else:
+        row, hit, age = memory.read(item, now=0)
+        written = torch.where(hit, -age, 0)
+    return replace(batch, candidate={**batch.candidate, ROW: row, HIT: hit}), hit, written

@@ -1,0 +1,198 @@
+"""The item memory of a model in training: written once an item a step, kept fresh beside it, published as it changes.
+
+What the tower computed for a batch's items is gathered from the pieces and ranks that computed it and written by rank
+0, which holds the memory; of an item that came twice the first one counts, in the order of ranks and pieces, so that
+rows do not depend on which thread was faster. Beside it runs the candidate-pool stream: within a budget a step, items
+of the catalogue that no request showed are computed too, without a label or a loss, so that there is no bulk job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semel.examples.materialization import item_features
+from semel.features import FeatureSpec, stable_id
+from semel.history import HistoryStore
+from semel.memory import DeltaPublisher, DeltaSubscriber, Fenced, ItemMemory, pool
+from semel.memory.layer import MemoryLayer
+from semel.memory.table import MISS, Changes
+from semel.models.early_ranker import EarlyRanker, memory_layer
+from semel.training.ranks import Ranks
+from semel.training.recipe import Recipe
+from semel.training.stages import Work
+
+_piece: ContextVar[int] = ContextVar("semel_piece", default=0)
+IDLE_ITEMS = 4096
+"""Items without a row that are computed at once while no batch comes."""
+
+
+class MemoryWriter:
+    """``piece(number)``: around the forward pass of a piece; ``write(work)``: after that of a batch. ``publish()``:
+    what has changed, now; ``start()``: from now on, in the background; ``close()``.
+
+    Raises ValueError for a model that reads its memory in training on several ranks: only rank 0 has one.
+    """
+
+    def __init__(self, model: EarlyRanker, recipe: Recipe, url: str | Path, ranks: Ranks, catalogue: HistoryStore | None
+                 ) -> None:
+        layer = model.item
+        if layer.reads == "cached" and ranks.world_size > 1:
+            raise ValueError('model.reads "cached" needs the memory on every rank, which has it on one: train with one '
+                             'process, or with model.reads "live"')
+        self.model, self.layer, self.config, self.url, self.ranks = model, layer, recipe.memory, url, ranks
+        self.pool = CandidatePool(layer.memory, catalogue, recipe.features,
+                                  model.tables.encoders[recipe.features.item].ids)  # type: ignore[arg-type]
+        self.publisher: DeltaPublisher | None = None
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        layer.keep = self._take
+
+    @contextmanager
+    def piece(self, number: int) -> Iterator[None]:
+        token = _piece.set(number)
+        try:
+            yield
+        finally:
+            _piece.reset(token)
+
+    def _take(self, items: Tensor, vectors: Tensor) -> None:
+        self._made[_piece.get()] = items, vectors
+
+    def write(self, work: Work) -> None:
+        """Called by all ranks for every batch, after its forward pass."""
+        found = [self._made.pop(number) for number, _ in work.pieces if number in self._made]
+        items = torch.cat([torch.empty(0, dtype=torch.int64), *(items for items, _ in found)])
+        vectors = torch.cat([torch.empty(0, self.layer.memory.dim), *(vectors.float() for _, vectors in found)])
+        if self.ranks.world_size > 1:
+            items, vectors = (torch.cat(self.ranks.gather_rows(part)) for part in (items, vectors))
+        if self.ranks.rank:
+            return
+        if len(items):
+            first = np.unique(items.numpy(), return_index=True)[1]
+            self.layer.write(items[first], vectors[first])
+        if work.last:
+            self._refresh(self.pool.take(self.config.pool))
+        if self.publisher is not None and isinstance(self.publisher.error, Fenced):
+            raise self.publisher.error
+
+    def idle(self) -> None:
+        """While no batch comes: items that have no row get one."""
+        if self.ranks.rank == 0:
+            self._refresh(self.pool.new(IDLE_ITEMS))
+
+    def fill(self) -> None:
+        """Rows for all items that have none, whatever the budget: before a model is first served."""
+        while self.ranks.rank == 0 and len(some := self.pool.new(IDLE_ITEMS)):
+            self._refresh(some)
+
+    def _refresh(self, rows: np.ndarray) -> None:
+        if not len(rows):
+            return
+        with torch.no_grad():
+            candidate = self.pool.candidates(rows)
+            self.layer.refresh(candidate["item_id"], self.model.item_fields(candidate)[0])
+
+    def publish(self) -> None:
+        """On rank 0. Raises what ``DeltaPublisher`` raises, Fenced among it: then nothing else is to be published."""
+        if self.ranks.rank:
+            return
+        if self.publisher is None:
+            config = self.config
+            self.publisher = DeltaPublisher(self.layer.memory, self.url, config.interval, keep=config.keep,
+                                            snapshot_every=config.snapshot_every)
+            return
+        try:
+            self.publisher.flush()
+        except OSError:
+            if not self.publisher.running:
+                raise
+            # Its thread says so, and tries again: rows wait meanwhile.
+
+    def start(self) -> None:
+        """Publish every ``interval`` seconds until ``close``."""
+        self.publish()
+        if self.publisher is not None:
+            self.publisher.start()
+
+    def close(self) -> None:
+        """What is published by a thread is published to the end; what ``publish`` was not called for is not."""
+        self.layer.keep = None
+        if self.publisher is not None and self.publisher.running:
+            self.publisher.close()
+
+
+class CandidatePool:
+    """Which items of the catalogue are computed next: those without a row, in the catalogue's order, then the oldest
+    rows; without a catalogue the ``known`` ids [N]. Items are named by their place in ``ids``."""
+
+    def __init__(self, memory: ItemMemory, catalogue: HistoryStore | None, features: FeatureSpec,
+                 known: Tensor) -> None:
+        self.memory, self.catalogue, self.features = memory, catalogue, features
+        self.keys = known.numpy()
+        self.ids = known
+        self._version = -1
+        self._queue = np.empty(0, np.int64)
+
+    def take(self, budget: int) -> np.ndarray:
+        """The next ``budget`` of them, places [N]; none of them twice before all have been."""
+        new = self.new(budget) if self._look() else self._queue[:0]
+        budget = min(budget, len(self.ids))
+        if len(self._queue) < budget - len(new):
+            self._queue = self._places(pool(self.memory, self.ids, len(self.ids)))
+        old, self._queue = np.split(self._queue, [budget - len(new)])
+        return np.concatenate([new, old[~np.isin(old, new)]])
+
+    def new(self, most: int) -> np.ndarray:
+        """Up to ``most`` that have no row, as many as the memory has room for."""
+        self._look()
+        missing = np.flatnonzero(self.memory.ages(self.ids).numpy() == MISS)
+        return missing[: min(most, self.memory.capacity - len(self.memory))]
+
+    def candidates(self, rows: np.ndarray) -> dict[str, Any]:
+        """What a batch's ``candidate`` would hold of them now."""
+        if self.catalogue is None:
+            return {"item_id": self.ids[torch.from_numpy(rows)]}
+        return item_features(self.keys[rows], time.time_ns() // 1000, self.catalogue, self.features)
+
+    def _look(self) -> bool:
+        """Whether the catalogue has changed since the last time."""
+        if self.catalogue is None:
+            return False
+        self.catalogue.refresh()
+        if self.catalogue.version == self._version:
+            return False
+        self._version = self.catalogue.version
+        self.keys = self.catalogue.keys()
+        self.ids = torch.from_numpy(np.ascontiguousarray(stable_id(self.keys)))
+        self._queue = self._queue[:0]
+        return True
+
+    def _places(self, ids: Tensor) -> np.ndarray:
+        order = np.argsort(self.ids.numpy(), kind="stable")
+        return order[np.searchsorted(self.ids.numpy(), ids.numpy(), sorter=order)]
+
+
+def memory_writer(model: Any, recipe: Recipe, run: Path, ranks: Ranks, catalogue: HistoryStore | None
+                  ) -> MemoryWriter | None:
+    """For a model that has a memory; its log lies where the recipe says, else in the run."""
+    if memory_layer(model) is None:
+        return None
+    return MemoryWriter(model, recipe, recipe.memory.url or run / "memory", ranks, catalogue)
+
+
+def take_over(layer: MemoryLayer, url: str | Path) -> None:
+    """Into a new memory, the rows that were last published at ``url``, if any."""
+    subscriber = DeltaSubscriber(url)
+    subscriber.poll()
+    if subscriber.memory is not None:
+        rows = subscriber.memory.rows()
+        layer.memory.merge(Changes(rows, torch.empty(0, dtype=torch.int64)))
+        layer.step.fill_(int(rows.step.max()) if len(rows) else 0)
