@@ -55,15 +55,13 @@ def join(
     All candidates of a request are kept. A candidate has a label of a task if it got an outcome in time, or else, if it
     was shown, ``Task.unobserved`` where that is not None. It was shown if the exposure or an outcome of the task
     ``shown`` says so; where neither says anything, an outcome in time shows it. What was not shown has no label.
-    Stages of a recommendation before its last (``part_of``) are no requests of their own.
+    Stages of a recommendation before its last (``part_of``) were shown to nobody: their rows have no labels.
     ``request``: the features to take out of the context. Raises ValueError for a negative window and unlike item ids.
     """
     if window_us < 0:
         raise ValueError(f"window_us must not be negative, got {window_us}")
     if SHOWN in [task.name for task in tasks]:
         raise ValueError(f"no task may be called {SHOWN!r}: outcomes of that name report what was shown")
-    if "part_of" in exposures.column_names:
-        exposures = exposures.filter(pc.is_null(exposures["part_of"]))  # nobody was sent the answer of such a stage
     exposures, duplicate_exposures = _first_by_request(exposures)
     closed = column_to_numpy(exposures["served_at"]) <= now - window_us
     held_back, exposures = exposures.filter(pa.array(~closed)), exposures.filter(pa.array(closed))

@@ -1,6 +1,7 @@
 """Recommendation: the stages in a chain over one view; what is filtered never comes back, caps hold, costs are said."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from semel.examples import OUTCOME_SCHEMA, ExposureLog, join
@@ -109,7 +110,7 @@ def test_budgets_of_time_cut_the_last_candidates_and_say_so(runs, store):
         assert roomy.results == whole.results
 
 
-def test_every_stage_is_an_exposure_that_replays_and_only_the_last_is_learnt_from(runs, store):
+def test_every_stage_is_an_exposure_that_replays_and_only_the_last_gets_labels(runs, store):
     with Predictor.load(runs / "rank", store, retrieve=runs / "next", prerank=runs / "light") as predictor:
         results = [predictor.recommend(user, 5, context={"surface": "home"}) for user in range(8)]
         alone = predictor.retrieve(3, 6, exclude_seen=True)
@@ -132,9 +133,14 @@ def test_every_stage_is_an_exposure_that_replays_and_only_the_last_is_learnt_fro
             passed = [item for item, sent in zip(before["candidates"], before["returned"], strict=True) if sent]
             assert sorted(after["candidates"]) == sorted(passed)
     assert rows[alone.request_id]["stage"] == "retrieve" and rows[alone.request_id]["part_of"] is None
-    joined = join(log, OUTCOME_SCHEMA.empty_table(), 0, [Task("like")], 2**62)
-    assert set(joined.rows.request_id) == {*(result.request_id for result in results), alone.request_id,
-                                           empty.request_id}
+    outcomes = pa.Table.from_pylist([
+        {"request_id": result.request_id, "item_id": item, "task": "like", "value": 1.0, "received_at": 2**61}
+        for result in results for item, _ in result.results[:2]], OUTCOME_SCHEMA)
+    joined = join(log, outcomes, 2**61, [Task("like", unobserved=0.0)], 2**62)
+    labelled = np.add.reduceat(joined.rows.label_mask["like"], joined.rows.candidates.offsets[:-1].clip(
+        max=len(joined.rows.label_mask["like"]) - 1)) * (joined.rows.candidates.lengths > 0)
+    assert {one for one, count in zip(joined.rows.request_id, labelled, strict=True) if count} \
+        == {result.request_id for result in results if result.results}
 
 
 @pytest.mark.parametrize(("arguments", "field"), [
