@@ -1,7 +1,9 @@
-"""Ranked requests of 500 candidates: how long one takes, and how many a server answers with and without sharing.
+"""Serving: how long a ranked request takes, what sharing is worth, retrieval over whole catalogues, hot swaps.
 
-    python benchmarks/serving.py [--requests 300] [--json serving.json]
-    python benchmarks/serving.py sharing [--seconds 8] [--json sharing.json]
+    python -m benchmarks.serving [--requests 300] [--json serving.json]
+    python -m benchmarks.serving sharing [--seconds 8] [--history 1024] [--json sharing.json]
+    python -m benchmarks.serving retrieval [--items 16384 131072 1048576] [--limits 500 16384] [--rounds 50] [--json F]
+    python -m benchmarks.serving swap [--seconds 30] [--json swap.json]
 
 Models are untrained: weights do not change the time. Run it on an idle machine.
 
@@ -10,9 +12,11 @@ Latency: an HSTU ranker (2 layers, width 64) over histories of 200 and 1,024 eve
 ways and two processes on the same cores.
 
 Sharing: ``semel serve`` with the request side computed once per request, and with ``--no-share``, which copies it to
-every candidate; histories of 200 events, HSTU and DCN V2. Closed loop: each client asks again when it has its answer.
-``paged`` asks for nine more pages of each request's candidates, whose state is kept. The ratio is of requests a second
-at equal p99: sharing takes as many clients as its p99 stays below that of one client without.
+every candidate; histories of ``--history`` events, HSTU and DCN V2. Closed loop: each client asks again when it has
+its answer. ``paged`` asks for nine more pages of each request's candidates, whose state is kept. The ratio is of
+requests a second at equal p99: sharing takes as many clients as its p99 stays below that of one client without.
+
+Retrieval and swap: ``benchmarks/serving_stages.py`` says what they do.
 """
 
 from __future__ import annotations
@@ -58,14 +62,14 @@ def make_store(path: Path, length: int) -> None:
         catalogue.compact()
 
 
-def save_ranker(run: Path, length: int, kind: Any = "sequence_ranker") -> None:
+def save_ranker(run: Path, length: int, kind: Any = "sequence_ranker", seed: int = 0) -> None:
     """An untrained ranker (HSTU) that reads ``length`` events, item, rating, genres and year."""
     import torch
 
     from semel.features import Feature, FeatureSpec, Task, stable_id
     from semel.models import EncoderConfig, ModelConfig, Scale, Vocabulary, make_model, save_model
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     features = FeatureSpec(
         history=(Feature("item_id"), Feature("rating", "numeric")), request=(Feature("surface"),),
         candidate=(Feature("genres", "multi"), Feature("year", "numeric")), tasks=(Task("like"),), history_last=length)
@@ -110,12 +114,12 @@ def in_process(run: Path, store: Path, number: int) -> dict[str, float]:
 
 
 @contextmanager
-def serving(run: Path, store: Path, share: bool = True) -> Iterator[str]:
+def serving(run: Path, store: Path, **options: Any) -> Iterator[str]:
     """A server in a process of its own; yields its address."""
-    code = ("import sys; from semel.serving import run_server; run_server(sys.argv[1], sys.argv[2], port=0, "
-            "latency_target=3600, share=sys.argv[3] == 'True', ready=lambda url: print(url, flush=True))")
-    server = subprocess.Popen([sys.executable, "-c", code, str(run), str(store), str(share)], stdout=subprocess.PIPE,
-                              text=True)
+    code = ("import json, sys; from semel.serving import run_server; run_server(sys.argv[1], sys.argv[2], port=0, "
+            "latency_target=3600, ready=lambda url: print(url, flush=True), **json.loads(sys.argv[3]))")
+    server = subprocess.Popen([sys.executable, "-c", code, str(run), str(store), json.dumps(options)],
+                              stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
@@ -167,17 +171,18 @@ def closed_loop(url: str, clients: int, seconds: float, pages: int = 1) -> dict[
             "requests_per_s": len(latencies) / (time.perf_counter() - started)}
 
 
-def sharing(seconds: float) -> dict[str, Any]:
+def sharing(seconds: float, history: int) -> dict[str, Any]:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        make_store(store, 200)
+        make_store(store, history)
         for kind in ("sequence_ranker", "dcnv2"):
             run = Path(folder) / kind
-            save_ranker(run, 200, kind)
+            save_ranker(run, history, kind)
             for share, loads in ((False, ((1, 1),)), (True, ((1, 1), (2, 1), (4, 1), (1, 10)))):
-                with serving(run, store, share) as url:
-                    closed_loop(url, 1, 0.2 * seconds)
+                with serving(run, store, share=share) as url:
+                    if share:
+                        closed_loop(url, 1, 0.2 * seconds)
                     for clients, pages in loads:
                         how = "off" if not share else "on" if pages == 1 else "paged"
                         results.append({"model": kind, "share": how, **closed_loop(url, clients, seconds, pages)})
@@ -188,12 +193,12 @@ def sharing(seconds: float) -> dict[str, Any]:
         for how in ("on", "paged"):
             fast = [row["requests_per_s"] for row in own if row["share"] == how and row["p99_ms"] <= off["p99_ms"]]
             ratios[f"{kind} {how}"] = max(fast, default=0.0) / off["requests_per_s"]
-    return {"candidates": CANDIDATES, "history": 200, "seconds": seconds, "results": results,
+    return {"candidates": CANDIDATES, "history": history, "seconds": seconds, "results": results,
             "requests_per_s_at_equal_p99": ratios}
 
 
 def show_sharing(found: dict[str, Any]) -> None:
-    print(f"{CANDIDATES} candidates, 200 events, {found['seconds']:g} s a row")
+    print(f"{CANDIDATES} candidates, {found['history']} events, {found['seconds']:g} s a row")
     print(f"{'model':>16} {'share':>6} {'clients':>8} {'requests':>9} {'p50 ms':>9} {'p99 ms':>9} {'requests/s':>11}")
     for row in found["results"]:
         print(f"{row['model']:>16} {row['share']:>6} {row['clients']:>8} {row['requests']:>9} {row['p50_ms']:>9.1f} "
@@ -204,14 +209,22 @@ def show_sharing(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("latency", "sharing"), default="latency")
+    parser.add_argument("what", nargs="?", choices=("latency", "sharing", "retrieval", "swap"), default="latency")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--history", type=int, default=1024)
+    parser.add_argument("--items", type=int, nargs="+", default=[16384, 131072, 1048576])
+    parser.add_argument("--limits", type=int, nargs="+", default=[500, 16384])
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.what == "sharing":
-        found = sharing(arguments.seconds)
-        show_sharing(found)
+    if arguments.what != "latency":
+        from benchmarks.serving_stages import retrieval, show_retrieval, show_swap, swap
+
+        found = sharing(arguments.seconds, arguments.history) if arguments.what == "sharing" else \
+            swap(arguments.seconds) if arguments.what == "swap" else \
+            retrieval(arguments.items, arguments.limits, arguments.rounds)
+        {"sharing": show_sharing, "retrieval": show_retrieval, "swap": show_swap}[arguments.what](found)
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1))
         return

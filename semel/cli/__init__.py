@@ -16,6 +16,7 @@ from semel.cli import (
     info,
     ingest,
     loop,
+    models,
     plan,
     replay,
     report,
@@ -67,6 +68,8 @@ app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("shadow")(shadow.shadow)
 app.command("serve")(serve.serve)
+app.command("models")(models.models)
+app.command("rollback")(models.rollback)
 app.command("replay")(replay.replay)
 app.command("skew")(skew.skew)
 app.add_typer(plan.plan, name="plan")

@@ -11,6 +11,7 @@ CORE = ("torch", "numpy", "pyarrow", "numba", "safetensors", "typer", "rich", "f
 EXTRAS = {
     "ray": "more than one machine",
     "confluent-kafka": "events and exposures from Kafka",
+    "faiss-cpu": "retrieval from very large catalogues",
     "redis": "deltas over Redis",
     "nats-py": "deltas over NATS",
     "triton": "GPU kernels",

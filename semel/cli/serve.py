@@ -12,6 +12,10 @@ import typer
 def serve(
     run: Annotated[Path, typer.Argument(help="The folder of the run.")],
     store: Annotated[Path, typer.Option(help="The folder of the store.")] = Path("store"),
+    retrieve: Annotated[Path | None, typer.Option(help="A run that retrieves; without, RUN ranks all items.")] = None,
+    faiss: Annotated[str | None, typer.Option(help="Retrieve by a FAISS index of this kind (HNSW32), not by a scan of "
+                                              "all items; needs the extra faiss.")] = None,
+    prerank: Annotated[Path | None, typer.Option(help="A run that scores thousands of candidates before RUN.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback --token is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8080,
     token: Annotated[str | None, typer.Option(help="What clients must send as a bearer token.")] = None,
@@ -51,6 +55,7 @@ def serve(
                                    soft_wrap=True)
 
     output.remark(f"loading {run}")
-    run_server(run, store, host, port, workers=workers, ready=ready, memory=memory, token=token,
-               max_candidates=max_candidates, queue=queue, latency_target=latency_target / 1e3, scorers=scorers,
-               threads=threads, share=share, state_bytes=state_cache << 20, log_level=log_level, otlp=otlp)
+    run_server(run, store, host, port, workers=workers, ready=ready, retrieve=retrieve, prerank=prerank, memory=memory,
+               faiss=faiss, token=token, max_candidates=max_candidates, queue=queue,
+               latency_target=latency_target / 1e3, scorers=scorers, threads=threads, share=share,
+               state_bytes=state_cache << 20, log_level=log_level, otlp=otlp)

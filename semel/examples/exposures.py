@@ -51,6 +51,8 @@ def exposure_schema(user_id: pa.DataType | None = None, item_id: pa.DataType | N
         field("device", pa.string()),
         field("path", pa.string()),
         field("served_at", pa.int64()),
+        field("stage", pa.string(), nullable=True),
+        field("part_of", pa.string(), nullable=True),
     ])
 
 

@@ -58,9 +58,8 @@ def materialize(
     if checksum:
         request["history_checksum"] = torch.from_numpy(history_checksum(histories.table(), ids.categorical)
                                                        .view(np.int64))
-    candidate: dict[str, Any] = {"item_id": _tensor(stable_id(rows.candidates.values), np.int64)}
-    if features.candidate:
-        candidate |= _candidate_features(rows, catalogue, features)
+    candidate: dict[str, Any] = {"item_id": _tensor(stable_id(rows.candidates.values), np.int64),
+                                 **_candidate_features(rows, catalogue, features)}
     count = len(rows.candidates.values)
     label, mask = {}, {}
     for task in features.tasks:
@@ -172,17 +171,25 @@ def _history_projection(store: HistoryStore, features: FeatureSpec, given: Proje
 
 
 def _candidate_features(rows: RequestRows, catalogue: HistoryStore | None, features: FeatureSpec) -> dict[str, Any]:
+    lengths = rows.candidates.lengths
+    return catalogue_features(rows.candidates.values, np.repeat(rows.pointers.as_of, lengths),
+                              np.repeat(rows.catalogue_version, lengths), catalogue, features)
+
+
+def catalogue_features(items: np.ndarray, as_of: Any, version: Any, catalogue: HistoryStore | None,
+                       features: FeatureSpec) -> dict[str, Any]:
+    """The candidate features of ``items`` [C] (raw ids) as ``materialize`` gives them, read as of ``as_of`` and
+    ``version``, each [C] or one for all. Raises ValueError for features that the catalogue lacks."""
+    if not features.candidate:
+        return {}
     if catalogue is None:
         raise ValueError(f"candidate feature {features.candidate[0].name!r} needs a catalogue, none was given")
     for feature in features.candidate:
         if feature.name not in catalogue.schema.columns:
             raise ValueError(f"candidate feature {feature.name!r} is not a column of the catalogue at "
                              f"{catalogue.path}; it has {', '.join(catalogue.schema.columns)}")
-    lengths = rows.candidates.lengths
-    pointers = Pointers(rows.candidates.values, np.repeat(rows.pointers.as_of, lengths),
-                        np.repeat(rows.catalogue_version, lengths))
     columns = tuple(feature.name for feature in features.candidate)
-    found = catalogue.read(pointers, Projection(columns=columns, last=1))
+    found = catalogue.read(Pointers(items, as_of, version), Projection(columns=columns, last=1))
     known = np.diff(found.offsets) > 0
     ids = _ids_of(catalogue)
     return {feature.name: _candidate_column(found, feature, ids, known) for feature in features.candidate}

@@ -55,6 +55,7 @@ def join(
     All candidates of a request are kept. A candidate has a label of a task if it got an outcome in time, or else, if it
     was shown, ``Task.unobserved`` where that is not None. It was shown if the exposure or an outcome of the task
     ``shown`` says so; where neither says anything, an outcome in time shows it. What was not shown has no label.
+    Stages of a recommendation before its last (``part_of``) were shown to nobody: their rows have no labels.
     ``request``: the features to take out of the context. Raises ValueError for a negative window and unlike item ids.
     """
     if window_us < 0:

@@ -328,6 +328,16 @@ class HistoryStore:
         self._check_open()
         return self._again(histories.keys)
 
+    def changed_keys(self, after: int) -> np.ndarray | None:
+        """The user ids with an event, or a deletion, of a version above ``after``, sorted: what a reader that keeps
+        something by user has to look at again. None where a compaction has moved such versions: then any may have."""
+        self._check_open()
+        view = self._view
+        if after < view.compacted:
+            return None
+        deleted = [deletion.users for deletion in view.deletions.deletions if after < deletion.version <= view.version]
+        return np.unique(np.concatenate([view.tail.users(view.version, after), *deleted]))
+
     def shards_of(self, user_ids: Any) -> np.ndarray:
         """[P] int64: the shard in which each user's events lie, or would."""
         from semel.history.kernels.sharding import shards_of

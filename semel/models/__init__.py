@@ -9,6 +9,7 @@ from semel.models.artifact import (
     load_model,
     make_model,
     model_versions,
+    restore_version,
     save_model,
 )
 from semel.models.config import EncoderConfig, ModelConfig
@@ -36,6 +37,6 @@ __all__ = [
     "DHEN", "DLRM", "HSTU", "RDCN", "Cost", "DCNv2", "DeepCrossAttention", "EarlyRanker", "EncoderConfig", "FinalMLP",
     "IsolatedDHEN", "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "ModelVersion",
     "NextItem", "RDCNLayer", "RankingHead", "Scale", "SequenceRanker", "Sides", "TopK", "Transformer", "Vocabulary",
-    "Wukong", "cost_of", "current_version", "load_model", "make_model", "model_versions", "ranking_loss", "save_model",
-    "top_k", "widen_candidate", "widen_request",
+    "Wukong", "cost_of", "current_version", "load_model", "make_model", "model_versions", "ranking_loss",
+    "restore_version", "save_model", "top_k", "widen_candidate", "widen_request",
 ]

@@ -131,6 +131,23 @@ def model_versions(run: str | Path) -> list[ModelVersion]:
     return sorted(found, key=lambda one: one.number)
 
 
+def restore_version(run: str | Path, version: str | None = None) -> str:
+    """Make an older version that ``run`` keeps its latest again, the one saved before the present one if none is named;
+    returns it. Whoever follows the run moves to it; what is saved next is the latest then. Raises FileNotFoundError
+    where there is none, ValueError for damaged files."""
+    run = Path(run)
+    current, kept = current_version(run), model_versions(run)
+    if version is None:
+        numbers = {one.version: one.number for one in kept}
+        older = [one for one in kept if one.number < numbers.get(current, 0)]
+        if not older:
+            raise FileNotFoundError(f"{run} keeps no version before {current}")
+        version = older[-1].version
+    load_model(run, version)  # that it can be served is seen before anybody does
+    _write(run / "model.json", json.dumps(_described(run, version), indent=1).encode())
+    return version
+
+
 def current_version(run: str | Path) -> str:
     """The version that ``load_model(run)`` gives. Raises what it raises."""
     return _described(Path(run), None)["version"]

@@ -85,6 +85,14 @@ class NextItem(nn.Module):
         asked = state[0][owners(candidate_offsets, len(vectors))]
         return (asked * vectors).sum(-1, keepdim=True) / self.config.temperature
 
+    def request_vector(self, state: Any) -> Tensor:
+        """[R, dim]; this and ``item_vector`` as of ``semel.models.states.DotProduct``."""
+        return state[0] / self.config.temperature
+
+    def item_vector(self, item_ids: Tensor) -> Tensor:
+        """[N] -> [N, dim]."""
+        return self.item_vectors(self.tables.items(item_ids))
+
     def forward(self, batch: RequestBatch) -> Tensor:
         """[C, 1]."""
         return self.score(self.request(batch.request), batch.candidate, batch.candidate_offsets)

@@ -27,6 +27,20 @@ class Shared(Protocol):
         ...
 
 
+@runtime_checkable
+class DotProduct(Shared, Protocol):
+    """A shared model whose logit is a product of one vector a request and one an item, which depends on the item's id
+    alone: a catalogue of items is then scored as one matrix."""
+
+    def request_vector(self, state: Any) -> Tensor:
+        """[R, dim]."""
+        ...
+
+    def item_vector(self, item_ids: Tensor) -> Tensor:
+        """[N] stable ids -> [N, dim]; request_vector @ item_vector.T are the logits."""
+        ...
+
+
 def requests_of(state: Any) -> int:
     """How many requests a state holds."""
     if isinstance(state, (list, tuple)):

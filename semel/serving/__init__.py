@@ -7,7 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
+    "AsyncClient": "semel.serving.client",
     "Client": "semel.serving.client",
+    "Diversity": "semel.serving.requests",
+    "Filters": "semel.serving.requests",
     "InvalidRequest": "semel.serving.errors",
     "NonFiniteScore": "semel.serving.errors",
     "Overloaded": "semel.serving.errors",
@@ -15,10 +18,15 @@ _HOME = {
     "Predictor": "semel.serving.predictor",
     "RankRequest": "semel.serving.results",
     "RankResult": "semel.serving.results",
+    "RecommendRequest": "semel.serving.requests",
+    "RecommendResult": "semel.serving.results",
     "ReplayReport": "semel.serving.replays",
+    "RetrieveRequest": "semel.serving.requests",
     "ScoredItem": "semel.serving.results",
     "ServerError": "semel.serving.client",
     "SkewReport": "semel.serving.skews",
+    "StageCost": "semel.serving.results",
+    "StageSize": "semel.serving.requests",
     "VersionWatch": "semel.serving.versions",
     "create_app": "semel.serving.server",
     "replay": "semel.serving.replays",
@@ -27,18 +35,20 @@ _HOME = {
 }
 
 __all__ = [
-    "Client", "InvalidRequest", "NonFiniteScore", "Overloaded", "Pointer", "Predictor", "RankRequest", "RankResult",
-    "ReplayReport", "ScoredItem", "ServerError", "SkewReport", "VersionWatch", "create_app", "replay", "run_server",
-    "skew",
+    "AsyncClient", "Client", "Diversity", "Filters", "InvalidRequest", "NonFiniteScore", "Overloaded", "Pointer",
+    "Predictor", "RankRequest", "RankResult", "RecommendRequest", "RecommendResult", "ReplayReport", "RetrieveRequest",
+    "ScoredItem", "ServerError", "SkewReport", "StageCost", "StageSize", "VersionWatch", "create_app", "replay",
+    "run_server", "skew",
 ]
 
 if TYPE_CHECKING:
-    from semel.serving.client import Client, ServerError
+    from semel.serving.client import AsyncClient, Client, ServerError
     from semel.serving.errors import InvalidRequest, NonFiniteScore, Overloaded
     from semel.serving.predictor import Predictor
     from semel.serving.process import run_server
     from semel.serving.replays import ReplayReport, replay
-    from semel.serving.results import Pointer, RankRequest, RankResult, ScoredItem
+    from semel.serving.requests import Diversity, Filters, RecommendRequest, RetrieveRequest, StageSize
+    from semel.serving.results import Pointer, RankRequest, RankResult, RecommendResult, ScoredItem, StageCost
     from semel.serving.server import create_app
     from semel.serving.skews import SkewReport, skew
     from semel.serving.versions import VersionWatch

@@ -28,11 +28,11 @@ def broadcast(batch: RequestBatch) -> Iterator[RequestBatch]:
         rows = torch.arange(start, min(start + step, batch.candidates))
         own = owner[rows]
         yield RequestBatch(
-            batch.request_id[own.numpy()], {name: _take(value, own) for name, value in batch.request.items()},
-            {name: _take(value, rows) for name, value in batch.candidate.items()}, torch.arange(len(rows) + 1))
+            batch.request_id[own.numpy()], {name: take_rows(value, own) for name, value in batch.request.items()},
+            {name: take_rows(value, rows) for name, value in batch.candidate.items()}, torch.arange(len(rows) + 1))
 
 
-def _take(value: Any, rows: Tensor) -> Any:
+def take_rows(value: Any, rows: Tensor) -> Any:
     """Rows of a tensor, a Jagged or a JaggedTable."""
     import torch
 

@@ -17,11 +17,25 @@ def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
+_TIMINGS = {"type": "object", "additionalProperties": _NUMBER}
+_COUNTS = {"type": "object", "additionalProperties": _INTEGER,
+           "description": "items that came in, were scored, went out"}
+_SCORED: dict[str, Any] = {
+    "request_id": _STRING, "model_version": _STRING,
+    "pointer": _object(user_id=_ID, as_of=_INTEGER, version=_INTEGER),
+    "results": {"type": "array", "items": _object(item_id=_ID, score=_NUMBER), "description": "best first"},
+    "timings_ms": _TIMINGS,
+}
+_STAGE = _object(stage=_STRING, model_version=_STRING, counts=_COUNTS, timings_ms=_TIMINGS, cut=_INTEGER)
+_SERVED = _object(version=_STRING, run=_STRING, since=_INTEGER)
+_MODELS = _object(
+    stages={"type": "object", "additionalProperties": _object(
+        current=_SERVED, before={"type": "array", "items": _SERVED}, pinned={"type": "boolean"})},
+    available={"type": "array", "items": _object(version=_STRING, run=_STRING, kind=_STRING, saved_at=_INTEGER)})
 _ANSWERS = {
-    "rank": _object(
-        request_id=_STRING, model_version=_STRING, pointer=_object(user_id=_ID, as_of=_INTEGER, version=_INTEGER),
-        results={"type": "array", "items": _object(item_id=_ID, score=_NUMBER), "description": "best first"},
-        timings_ms={"type": "object", "additionalProperties": _NUMBER}),
+    "models": _MODELS,
+    **{name: _object(**_SCORED, counts=_COUNTS) for name in ("retrieve", "prerank", "rank")},
+    "recommend": _object(**_SCORED, stages={"type": "array", "items": _STAGE}),
     "events": _object(version=_INTEGER, accepted=_INTEGER, duplicates=_INTEGER),
     "items": _object(version=_INTEGER, accepted=_INTEGER, duplicates=_INTEGER),
     "outcomes": _object(accepted=_INTEGER, duplicates=_INTEGER),
@@ -55,6 +69,9 @@ def document(app: FastAPI, bodies: dict[str, Body]) -> None:
                 schemas[body.name] = schema
                 operation["requestBody"] = {"required": True,
                                             "content": _content({"$ref": _REF.format(model=body.name)})}
+        spec["paths"]["/v1/models"]["get"]["responses"] = {
+            "200": {"description": "Done", "content": _content(_MODELS)}, **{
+                code: failure for code, failure in failures.items() if code in ("401", "403")}}
         return spec
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -40,6 +40,8 @@ class Exposure:
     served_at: int
     batch: Membership
     memory: Position | None = None
+    stage: str = "rank"
+    part_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def exposures_table(exposures: Sequence[Exposure], schema: pa.Schema) -> pa.Tabl
         "batch_candidates": [e.batch.candidates for e in exposures],
         "device": [e.device for e in exposures], "path": [e.path for e in exposures],
         "served_at": [e.served_at for e in exposures],
+        "stage": [e.stage for e in exposures], "part_of": [e.part_of for e in exposures],
     }
     columns = []
     for field in schema:

@@ -21,6 +21,8 @@ class Metrics:
                                  ["endpoint"], buckets=_SECONDS, registry=registry)
         self.stage = Histogram("semel_rank_stage_seconds", "Time of a ranked request by stage", ["stage"],
                                buckets=_SECONDS, registry=registry)
+        self.stages = Histogram("semel_endpoint_stage_seconds", "Time of a request for items by endpoint and stage",
+                                ["endpoint", "stage"], buckets=_SECONDS, registry=registry)
         self.candidates = Histogram("semel_rank_candidates", "Candidates of a ranked request",
                                     buckets=(1, 10, 50, 100, 250, 500, 1000, 2000, 5000), registry=registry)
         self.together = Histogram("semel_rank_together", "Requests that were scored as one batch",

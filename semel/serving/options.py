@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from semel.serving.gate import check_binding
 from semel.serving.tracing import check_collector
+
+if TYPE_CHECKING:
+    from semel.serving.predictor import Predictor
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """``run``, ``store``: folders. ``scorers``: requests that are scored at the same time in one process, each with
     ``threads`` torch threads. ``queue``: requests that may wait for them; ``latency_target``: seconds in which an
-    answer must be likely, else the request is refused at once. ``share``, ``state_bytes``, ``max_candidates``,
-    ``memory``: as of ``Predictor.load``. ``body_limit``: bytes. ``log_level``: "warning", or "info" for a line a
-    request. ``otlp``: where spans go (the URL of an OpenTelemetry collector), None for nowhere. JSON can carry all of
-    it."""
+    answer must be likely, else the request is refused at once. ``retrieve``, ``prerank``, ``share``, ``state_bytes``,
+    ``max_candidates``, ``memory``, ``faiss``: as of ``Predictor.load``. ``body_limit``: bytes. ``log_level``:
+    "warning", or "info" for a line a request. ``otlp``: where spans go (the URL of an OpenTelemetry collector), None
+    for nowhere. JSON can carry all of it."""
 
     run: str
     store: str
+    retrieve: str | Path | None = None
+    prerank: str | Path | None = None
     token: str | None = None
     max_candidates: int = 2000
     queue: int = 64
@@ -29,6 +35,7 @@ class ServerOptions:
     share: bool = True
     state_bytes: int = 256 << 20
     memory: str | None = None
+    faiss: str | None = None
     body_limit: int = 1 << 20
     log_level: str = "warning"
     otlp: str | None = None
@@ -48,5 +55,13 @@ class ServerOptions:
         if self.log_level not in ("warning", "info"):
             raise ValueError(f"--log-level must be warning or info, got {self.log_level!r}")
 
+    def predictor(self, mode: Literal["r", "a"], exposures: Any) -> Predictor:
+        """Load what they describe. Raises what ``Predictor.load`` raises."""
+        from semel.serving.predictor import Predictor
+
+        return Predictor.load(self.run, self.store, retrieve=self.retrieve, prerank=self.prerank, mode=mode,
+                              exposures=exposures, max_candidates=self.max_candidates, share=self.share,
+                              state_bytes=self.state_bytes, memory=self.memory, faiss=self.faiss)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}

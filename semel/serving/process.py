@@ -60,16 +60,13 @@ def serve_alone(options: ServerOptions, listener: socket.socket, started: Callab
     """One process that reads, scores and writes."""
     from semel.examples.logs import ExposureLog
     from semel.serving.desk import MAX_BYTES, Desk
-    from semel.serving.predictor import Predictor
     from semel.serving.writers import ExposureWriter, Writers
 
     log_to_stderr(options.log_level)
     folder = Path(options.store)
     exposures = ExposureWriter(ExposureLog(folder / "exposures"))
     with contextlib.ExitStack() as opened:
-        predictor = opened.enter_context(Predictor.load(
-            options.run, folder, mode="a", max_candidates=options.max_candidates, share=options.share,
-            state_bytes=options.state_bytes, memory=options.memory, exposures=exposures))
+        predictor = opened.enter_context(options.predictor("a", exposures))
         writers = Writers(predictor.store, predictor.catalogue, predictor.artifact.features.item, exposures,
                           predictor.clock.now)
         app = _app(predictor, options, writers)
@@ -85,17 +82,14 @@ def serve_worker(options: ServerOptions, runtime: Runtime, number: int, starts: 
                  started: Callable[[], None]) -> None:
     """One of several processes that read and score; the writer process writes. ``starts``: how often this one has been
     started."""
-    from semel.serving.predictor import Predictor
     from semel.serving.processes import Processes
     from semel.serving.remote import RemoteExposures, RemoteWriters, WriterLink, over_socket
     from semel.serving.shared_clock import SharedClock
 
     log_to_stderr(options.log_level)
     link = WriterLink(over_socket(runtime.writer))
-    with Predictor.load(options.run, options.store, mode="r", max_candidates=options.max_candidates,
-                        share=options.share, state_bytes=options.state_bytes, memory=options.memory,
-                        exposures=RemoteExposures(link)) as predictor:
-        predictor.clock = SharedClock(runtime.clock, number + 1)
+    with options.predictor("r", RemoteExposures(link)) as predictor:
+        predictor.keep_time_by(SharedClock(runtime.clock, number + 1))
         writers = RemoteWriters(predictor.store, predictor.catalogue, predictor.artifact.features.item, link,
                                 predictor.clock.now)
         _serve(_app(predictor, options, writers, Processes(runtime, number, starts)), options, listener, started)

@@ -17,6 +17,8 @@ from typing_extensions import TypedDict
 
 from semel.serving.checks import FLOAT32_MAX, INT64_MAX, INT64_MIN, show
 from semel.serving.errors import InvalidRequest
+from semel.serving.filters import MOST_BLOCKED
+from semel.serving.requests import MOST_RETRIEVED, PRERANKED, RECOMMENDED, RETRIEVED, STAGES
 
 MAX_FUTURE_US = 24 * 3600 * 1_000_000
 """How far ahead of the server's clock an ``event_time`` may lie: clients' clocks are wrong, but not by more."""
@@ -89,20 +91,79 @@ class Body:
             raise _invalid(error, self.known) from None
 
 
-def rank_body(user: pa.DataType, item: pa.DataType, max_candidates: int) -> Body:
-    """``POST /v1/rank``."""
+def rank_body(user: pa.DataType, item: pa.DataType, max_candidates: int, name: str = "RankRequest") -> Body:
+    """``POST /v1/rank`` and ``/v1/prerank``."""
     fields = {
-        "user_id": Required[id_type(user)],
+        **_asked(user, item),
         "candidates": Required[_list_of(id_type(item), max_candidates,
                                         "distinct item ids; unknown ones are scored too")],
-        "context": NotRequired[Annotated[dict[str, Any] | None, Field(description="the model's request features")]],
         "limit": NotRequired[Annotated[int, Field(strict=True, ge=1)] | None],
+    }
+    record = _record(name, fields, "Candidates to score for one user.")
+    return Body(name, TypeAdapter(record), (*fields, *_DIVERSITY))
+
+
+def retrieve_body(user: pa.DataType, item: pa.DataType) -> Body:
+    """``POST /v1/retrieve``."""
+    fields = {**_asked(user, item), "limit": _count("how many items are wanted", RETRIEVED), "budget_ms": _BUDGET}
+    record = _record("RetrieveRequest", fields, "The best items of the catalogue for one user.")
+    return Body("RetrieveRequest", TypeAdapter(record), (*fields, *_DIVERSITY))
+
+
+def recommend_body(user: pa.DataType, item: pa.DataType) -> Body:
+    """``POST /v1/recommend``."""
+    size = {"candidates": _count("how many the stage passes on", None), "budget_ms": _BUDGET}
+    fields = {
+        **_asked(user, item),
+        "limit": _count("how many items are wanted", RECOMMENDED),
+        "retrieve": NotRequired[_record("RetrieveSize", size, f"The first stage; {RETRIEVED} candidates.") | None],
+        "prerank": NotRequired[_record("PrerankSize", size, f"The second stage; {PRERANKED} candidates. Only where the "
+                                                            "server has a model for it.") | None],
+        "rank": NotRequired[_record("RankSize", {"budget_ms": _BUDGET}, "The last stage; it gives ``limit``.") | None],
+    }
+    record = _record("RecommendRequest", fields, "Retrieve, prerank and rank in one request.")
+    return Body("RecommendRequest", TypeAdapter(record), (*fields, *size, *_DIVERSITY))
+
+
+_DIVERSITY = ("column", "most")
+_BUDGET: Any = NotRequired[Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False,
+                                                  description="milliseconds")] | None]
+
+
+def _count(description: str, default: int | None) -> Any:
+    says = description if default is None else f"{description}; {default} if omitted"
+    return NotRequired[Annotated[int, Field(strict=True, ge=1, le=MOST_RETRIEVED, description=says)] | None]
+
+
+def _asked(user: pa.DataType, item: pa.DataType) -> dict[str, Any]:
+    """What every request for items may say."""
+    diversity = _record("Diversity", {
+        "column": Required[Annotated[str, Field(strict=True, min_length=1, max_length=256)]],
+        "most": NotRequired[Annotated[int, Field(strict=True, ge=1, le=INT64_MAX)]],
+    }, "At most `most` (1) items of one value of the catalogue's column.")
+    return {
+        "user_id": Required[id_type(user)],
+        "context": NotRequired[Annotated[dict[str, Any] | None, Field(description="the model's request features")]],
         "as_of": NotRequired[Annotated[int, Field(strict=True, ge=0, le=INT64_MAX,
                                                   description="microseconds since 1970, not in the future: the history "
                                                               "is read as of then; now if omitted")] | None],
+        "exclude_seen": NotRequired[Annotated[bool, Field(
+            strict=True, description="leave out what is in the user's history")] | None],
+        "blocked": NotRequired[Annotated[list[id_type(item)], Field(  # type: ignore[misc]
+            max_length=MOST_BLOCKED, description="item ids to leave out")] | None],
+        "diversity": NotRequired[diversity | None],
     }
-    record = _record("RankRequest", fields, "Candidates to score for one user.")
-    return Body("RankRequest", TypeAdapter(record), tuple(fields))
+
+
+def models_body() -> Body:
+    """``POST /v1/models``."""
+    fields = {
+        "stage": NotRequired[Annotated[str, Field(strict=True, json_schema_extra={"enum": list(STAGES)})]],
+        "version": NotRequired[Annotated[_KEY_TEXT, Field(description="an available one, `latest` or `previous`")]],
+        "run": NotRequired[Annotated[_KEY_TEXT, Field(description="the name of a run beside the one that serves")]],
+    }
+    record = _record("ModelsRequest", fields, "What should serve a stage (`rank`): either a version or a run.")
+    return Body("ModelsRequest", TypeAdapter(record), tuple(fields))
 
 
 def events_body(key: str, key_type: pa.DataType, columns: Mapping[str, pa.DataType], required: tuple[str, ...],
@@ -178,7 +239,8 @@ _MESSAGES = {
     "missing": "is required", "int_type": "must be an integer", "float_type": "must be a number",
     "string_type": "must be a string", "bool_type": "must be true or false", "list_type": "must be a list",
     "dict_type": "must be an object", "finite_number": "must be a finite number",
-    "greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}",
+    "greater_than": "must be above {gt}", "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
     "too_short": "must have at least {min_length} values, it has {actual_length}",

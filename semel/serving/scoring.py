@@ -68,6 +68,9 @@ def score(artifact: Any, batch: RequestBatch, share: bool = True, states: Sequen
     """
     import torch
 
+    if not batch.candidates:
+        nothing = np.zeros(0, np.float32)
+        return Scores(nothing, np.zeros((0, max(1, len(artifact.features.tasks))), np.float32), nothing)
     with torch.inference_mode():
         logits = _logits(artifact, batch, share, states)
         if logits.ndim == 1:

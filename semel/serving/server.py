@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -82,10 +83,19 @@ def create_app(predictor: Predictor, *, token: str | None = None, queue: int = 6
         async def endpoint(request: Request) -> Response:
             return await answer(request, work)
 
-    post("rank", service.rank, "Score candidates for a user, best first")
+    post("retrieve", partial(service.score, "retrieve"), "The best items of the whole catalogue for a user")
+    post("prerank", partial(service.score, "prerank"), "Score thousands of candidates by the lighter model")
+    post("rank", partial(service.score, "rank"), "Score candidates for a user, best first")
+    post("recommend", partial(service.score, "recommend"), "Retrieve, prerank and rank")
     post("events", lambda body: service.append("events", body), "Append events; the next request sees them")
     post("items", lambda body: service.append("items", body), "Add or update items in the catalogue")
     post("outcomes", service.outcomes, "Report what users did with what they were shown")
+
+    @app.get("/v1/models", summary="Which models serve, did, and could", tags=["operation"])
+    async def models() -> Response:
+        return Response(await service.served(), media_type="application/json")
+
+    post("models", service.serve, "Serve another version or run, or go back")
 
     @app.get("/healthz", summary="The process answers", tags=["operation"])
     async def healthz() -> Response:

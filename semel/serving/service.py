@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,27 @@ from pydantic_core import to_json
 from semel.serving.admission import Admission
 from semel.serving.errors import InvalidRequest, Overloaded
 from semel.serving.metrics import Metrics
+from semel.serving.model_choice import ModelChoice
+from semel.serving.requests import (
+    RECOMMENDED,
+    RETRIEVED,
+    Diversity,
+    Filters,
+    RecommendRequest,
+    RetrieveRequest,
+    Stage,
+    StageSize,
+)
 from semel.serving.results import RankRequest
-from semel.serving.schemas import Body, events_body, outcomes_body, rank_body
+from semel.serving.schemas import (
+    Body,
+    events_body,
+    models_body,
+    outcomes_body,
+    rank_body,
+    recommend_body,
+    retrieve_body,
+)
 from semel.serving.writes import Written
 
 if TYPE_CHECKING:
@@ -21,7 +40,7 @@ if TYPE_CHECKING:
 
     from semel.serving.predictor import Predictor
     from semel.serving.remote import RemoteWriters
-    from semel.serving.results import RankResult
+    from semel.serving.results import RankResult, RecommendResult
     from semel.serving.writers import Writers
 
 LATENCY_TARGET = 1.0
@@ -30,8 +49,17 @@ TOGETHER = 512
 """Most candidates of requests that are scored together: beyond, they would wait for each other and gain nothing."""
 
 
+@dataclass(frozen=True)
+class Job:
+    """A request that waits to be scored. ``size``: candidates; what searches the catalogue is scored alone."""
+
+    endpoint: str
+    request: RankRequest | RetrieveRequest | RecommendRequest
+    size: int
+
+
 class Service:
-    """``rank``, ``append`` and ``outcomes`` take a body's bytes and give the answer's; used from one event loop. Where
+    """``items``, ``append`` and ``outcomes`` take a body's bytes and give the answer's; used from one event loop. Where
     the predictor's store is open for reading, events and items are refused."""
 
     def __init__(self, predictor: Predictor, *, queue: int = 64, scorers: int = 1,
@@ -46,9 +74,14 @@ class Service:
             writers = Writers(store, catalogue, features.item, None, predictor.clock.now)
         self.writers, self.rows, self.outcome_writer = writers, writers.rows, writers.outcomes
         self.draining = False
-        self.admission = Admission(self._rank, scorers, queue, size=_candidates, most=TOGETHER, target=latency_target)
+        self.admission: Admission[Job, bytes] = Admission(self._work, scorers, queue, size=_size, most=TOGETHER,
+                                                          target=latency_target)
         self.bodies: dict[str, Body] = {
             "rank": rank_body(predictor.user_type, predictor.item_type, predictor.max_candidates),
+            "prerank": rank_body(predictor.user_type, predictor.item_type, predictor.most("prerank"), "PrerankRequest"),
+            "retrieve": retrieve_body(predictor.user_type, predictor.item_type),
+            "recommend": recommend_body(predictor.user_type, predictor.item_type),
+            "models": models_body(),
             "outcomes": outcomes_body(predictor.item_type, {
                 **{task.name: task.kind == "binary" for task in features.tasks}, SHOWN: True}),
         }
@@ -58,14 +91,24 @@ class Service:
         if "items" in self.rows and catalogue is not None:
             self.bodies["items"] = events_body(catalogue.schema.key, catalogue.schema.user_id, catalogue.schema.columns,
                                                (), "items", "Item", idempotent=False)
+        self.models = ModelChoice(predictor)
         self._watch()
 
-    async def rank(self, body: bytes) -> bytes:
-        """``POST /v1/rank``."""
+    async def served(self) -> bytes:
+        """``GET /v1/models``."""
+        return to_json((await asyncio.to_thread(self.models.models)).to_json())
+
+    async def serve(self, body: bytes) -> bytes:
+        """``POST /v1/models``: the next request is scored by it when this returns."""
+        asked = self.bodies["models"].parse(body)
+        found = await asyncio.to_thread(self.models.serve, asked.get("stage", "rank"), asked.get("version"),
+                                        asked.get("run"))
+        return to_json(found.to_json())
+
+    async def score(self, endpoint: str, body: bytes) -> bytes:
+        """``POST /v1/rank``, ``/v1/prerank``, ``/v1/retrieve`` and ``/v1/recommend``."""
         self.admission.check()  # before the work of reading the body
-        request = self.bodies["rank"].parse(body)
-        return await self.admission.run(RankRequest(request["user_id"], request["candidates"], request.get("context"),
-                                                    request.get("limit"), request.get("as_of")))
+        return await self.admission.run(job_of(endpoint, self.bodies[endpoint].parse(body)))
 
     async def append(self, kind: str, body: bytes) -> bytes:
         """``POST /v1/events`` and ``POST /v1/items``: durable, and visible to the next request, when this returns."""
@@ -122,26 +165,47 @@ class Service:
         """Finish what was admitted and write what waits. The predictor stays open."""
         self.draining = True
         self.admission.close()
+        self.models.close()
         try:
             if not self.predictor.flush(timeout=30):
                 raise Overloaded(f"{self.predictor.pending_exposures} exposures could not be written in 30 s")
         finally:
             self.writers.close()
 
-    def _rank(self, requests: Sequence[RankRequest], waited: Sequence[float]) -> list[bytes | Exception]:
-        """In a scoring thread: all that waited, as one batch."""
-        self.metrics.together.observe(len(requests))
-        results = self.predictor.rank_together(requests)
-        return [result if isinstance(result, Exception) else self._answer(request, result, seconds)
-                for request, result, seconds in zip(requests, results, waited, strict=True)]
+    def _work(self, jobs: Sequence[Job], waited: Sequence[float]) -> list[bytes | Exception]:
+        """In a scoring thread: all that waited, those of one kind as one batch."""
+        self.metrics.together.observe(len(jobs))
+        answers: list[Any] = [None] * len(jobs)
+        stages: tuple[Stage, ...] = ("rank", "prerank")
+        for stage in stages:
+            places = [place for place, job in enumerate(jobs) if job.endpoint == stage]
+            requests = [jobs[place].request for place in places]
+            results = self.predictor.rank_together(requests, stage) if places else []  # type: ignore[arg-type]
+            for place, result in zip(places, results, strict=True):
+                answers[place] = result
+        for place, job in enumerate(jobs):
+            try:
+                if isinstance(job.request, RetrieveRequest):
+                    answers[place] = self.predictor.retrieve_one(job.request)
+                elif isinstance(job.request, RecommendRequest):
+                    answers[place] = self.predictor.recommend_one(job.request)
+            except Exception as error:  # whatever it is, it is this job's
+                answers[place] = error
+        return [answer if isinstance(answer, Exception) else self._answer(job, answer, seconds)
+                for job, answer, seconds in zip(jobs, answers, waited, strict=True)]
 
-    def _answer(self, request: RankRequest, result: RankResult, waited: float) -> bytes:
+    def _answer(self, job: Job, result: RankResult | RecommendResult, waited: float) -> bytes:
         queue_ms = round(1e3 * waited, 3)
         timings = {"queue": queue_ms, **result.timings_ms}
         timings["total"] = round(timings["total"] + queue_ms, 3)
         for stage, milliseconds in timings.items():
-            self.metrics.stage.labels(stage).observe(milliseconds / 1e3)
-        self.metrics.candidates.observe(len(request.candidates))
+            seconds = milliseconds / 1e3
+            if job.endpoint == "rank":
+                self.metrics.stage.labels(stage).observe(seconds)
+            else:
+                self.metrics.stages.labels(job.endpoint, stage).observe(seconds)
+        if isinstance(job.request, RankRequest):
+            self.metrics.candidates.observe(job.size)
         return to_json({**result.to_json(), "timings_ms": timings})
 
     def _count(self, kind: str, written: Written) -> None:
@@ -171,8 +235,26 @@ class Service:
         return [*self.rows.items(), ("outcomes", self.outcome_writer)]
 
 
-def _candidates(request: RankRequest) -> int:
-    return len(request.candidates)
+def job_of(endpoint: str, body: dict[str, Any]) -> Job:
+    """A validated body as a job; what it leaves out, or says null, is as if it were not there."""
+    said = {name: value for name, value in body.items() if value is not None}
+    diversity = said.get("diversity")
+    filters = Filters(said.get("exclude_seen", False), said.get("blocked", ()),
+                      None if diversity is None else Diversity(**diversity))
+    user, context, as_of = said["user_id"], said.get("context"), said.get("as_of")
+    if endpoint in ("rank", "prerank"):
+        candidates = said["candidates"]
+        return Job(endpoint, RankRequest(user, candidates, context, said.get("limit"), as_of, filters), len(candidates))
+    if endpoint == "retrieve":
+        return Job(endpoint, RetrieveRequest(user, said.get("limit", RETRIEVED), context, as_of, filters,
+                                             said.get("budget_ms")), TOGETHER)
+    sizes = {stage: StageSize(**said[stage]) if stage in said else None for stage in ("retrieve", "prerank", "rank")}
+    return Job(endpoint, RecommendRequest(user, said.get("limit", RECOMMENDED), context, as_of, filters, **sizes),
+               TOGETHER)
+
+
+def _size(job: Job) -> int:
+    return job.size
 
 
 def _pending(writer: Any) -> int:

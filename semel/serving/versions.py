@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from semel.models import ModelArtifact
     from semel.serving.predictor import Predictor
 
 log = logging.getLogger("semel.serving")
@@ -43,6 +44,25 @@ class VersionWatch:
         """Look now: whether a new version was swapped in. Raises what stood in the way."""
         with self._polling:
             return self._poll()
+
+    def pin(self, artifact: ModelArtifact) -> None:
+        """Swap to ``artifact``, which stays, whatever the run saves. Raises what ``swap`` raises; nothing has changed
+        then."""
+        with self._polling:
+            if artifact.version != self.predictor.model_version:
+                self.predictor.swap(artifact)
+            self.paused = True
+
+    def follow(self, run: str | Path) -> None:
+        """Swap to the latest of ``run``, and to what it saves later. Raises what ``load_model`` and ``swap`` raise;
+        nothing changed then."""
+        from semel.models import load_model
+
+        with self._polling:
+            artifact = load_model(run)
+            if artifact.version != self.predictor.model_version:
+                self.predictor.swap(artifact)
+            self.run, self.paused, self._seen = Path(run), False, None
 
     def close(self) -> None:
         """Safe to call again."""

@@ -49,6 +49,18 @@ def test_coverage_is_complete(predictor, data):
     covers(predictor.rank(user, candidates, data.draw(CONTEXT), as_of=as_of), candidates)
 
 
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_all_of_the_catalogue_is_retrieved_for_anybody(predictor, data):
+    user = data.draw(TEXT if predictor.strings else INT64)
+    everything = predictor.catalogue.keys().tolist()
+    context = data.draw(CONTEXT)
+    found = predictor.retrieve(user, len(everything) + 5, context)
+    covers(found, everything)
+    assert found.counts == {"in": len(everything), "scored": len(everything), "out": len(everything)}
+    covers(predictor.recommend(user, len(everything), context), everything)
+
+
 def test_the_most_candidates_and_a_user_without_events(predictor):
     name = (lambda number: f"iü{number}") if predictor.strings else (lambda number: number)
     candidates = [name(number) for number in range(predictor.max_candidates)]

@@ -57,3 +57,28 @@ def test_a_score_is_the_same_alone_and_among_others(kind, encoder, data):
     expected = whole[[first + c for c in chosen]]
     scale = float(whole.abs().max().clamp(min=1.0))
     torch.testing.assert_close(part, expected, atol=TOLERANCE * scale, rtol=0)
+
+
+def test_nor_does_it_in_the_stages_that_lead_to_it(tmp_path):
+    """What is retrieved among all, preranked among many and recommended among few has the score that it has alone."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from serving.stand_ins import make_store, save_next_item, save_tiny_model
+
+    from semel.serving import Predictor, StageSize
+
+    for store in make_store(tmp_path / "store"):
+        store.close()
+    for kind, save in (("rank", save_tiny_model), ("light", lambda run: save_tiny_model(run, seed=1, kind="dcnv2")),
+                       ("next", save_next_item)):
+        save(tmp_path / kind)
+    with Predictor.load(tmp_path / "rank", tmp_path / "store", retrieve=tmp_path / "next",
+                        prerank=tmp_path / "light", log_exposures=False) as predictor:
+        for user in (1, 3, 999):
+            said = {"context": {"surface": "home"}, "as_of": 10**15 // 2}
+            answers = [(predictor.retrieve(user, 15, **said), predictor.retrieval.rank),
+                       (predictor.prerank(user, list(range(40)), **said), predictor.prerank),
+                       (predictor.recommend(user, 5, **said, retrieve=StageSize(10)), predictor.rank)]
+            for answer, score_of in answers:
+                for item, score in answer.results:
+                    [(_, alone)] = score_of(user, [item], **said).results
+                    assert abs(alone - score) <= TOLERANCE * max(1.0, abs(score))

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from serving.live import serving
-from serving.stand_ins import make_store, save_tiny_model
+from serving.stand_ins import make_store, save_next_item, save_tiny_model
 
 from semel import Client
 from semel.examples import ExposureLog, OutcomeLog
@@ -89,6 +89,40 @@ def test_through_late_events_new_items_compaction_and_restarts_while_serving(sit
     report = exact(replay(run, folder), len(ExposureLog(folder / "exposures").read()))
     assert report.labelled == len(outcomes) and report.served_ne == report.replayed_ne and report.skew == 0.0
     assert replay(run, folder, limit=7).requests == 7
+
+
+def test_all_stages_through_late_events_new_items_and_compaction(site, tmp_path):
+    run, folder = site
+    light, near = tmp_path / "light", tmp_path / "next"
+    save_tiny_model(light, seed=1, kind="dcnv2")
+    save_next_item(near)
+    stages = {"retrieve": str(near), "prerank": str(light)}
+    rng, shown = np.random.default_rng(0), []
+
+    def ask(client, number):
+        for _ in range(number):
+            user, as_of = int(rng.integers(0, 25)), int(rng.integers(1, 10**15)) if rng.random() < 0.3 else None
+            context = {"surface": "home", "hour": float(rng.integers(0, 24))}
+            found = client.recommend(user, 5, context, as_of, exclude_seen=bool(rng.random() < 0.5),
+                                     blocked=[1, 2, 3], diversity={"column": "genres", "most": 3})
+            shown.extend({"request_id": found.request_id, "item_id": item, "label": {"like": item % 2}}
+                         for item, _ in found.results)
+            client.retrieve(user, 7, context, as_of, diversity={"column": "year"})
+            client.prerank(user, rng.permutation(60)[:40], context, 9, as_of, exclude_seen=True)
+
+    with serving(run, folder, tmp_path / "errors", **stages) as server, Client(server.url) as client:
+        ask(client, 6)
+        client.events([{"user_id": user, "item_id": user, "event_time": 5, "rating": 1} for user in range(25)])
+        client.items([{"item_id": item, "genres": "war", "year": 2020} for item in range(10, 30)])
+        ask(client, 6)
+        client.outcomes(shown)
+        assert server.stop() == 0
+    for path in (folder, folder / "catalogue"):
+        with HistoryStore.open(path, mode="a") as store:
+            store.compact()
+    for each, requests, labelled in ((run, 12, len(shown)), (light, 24, 0), (near, 24, 0)):
+        report = exact(replay(each, folder), requests)
+        assert report.labelled == labelled and report.served_ne == report.replayed_ne
 
 
 def test_a_server_that_does_not_share_is_replayed_as_it_served(site, tmp_path):

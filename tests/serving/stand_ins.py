@@ -73,3 +73,22 @@ def save_tiny_model(run, strings=False, seed=0, kind="sequence_ranker"):
         for parameter in model.parameters():  # large enough that histories and candidates matter
             parameter.add_(torch.randn_like(parameter) * 0.3)
     return save_model(run, model, config, SPEC, name="tiny")
+
+
+def save_next_item(run, strings=False, seed=0, known=30):
+    """A real, untrained retrieval model, which knows the first ``known`` items of the small store."""
+    import torch
+
+    from semel.features import stable_id
+    from semel.models import EncoderConfig, ModelConfig, Scale, Vocabulary, make_model, save_model
+
+    torch.manual_seed(seed)
+    config = ModelConfig(kind="next_item", dim=16,
+                         encoder=EncoderConfig(dim=16, layers=1, heads=2, head_dim=8, positions=51))
+    spec = FeatureSpec(history=SPEC.history, tasks=SPEC.tasks, history_last=50)
+    items = np.array([f"iü{number}" for number in range(known)], dtype=object) if strings else np.arange(known)
+    model = make_model(config, spec, {"item_id": Vocabulary(stable_id(items)), "rating": Scale(3.0, 1.0)})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return save_model(run, model, config, spec, name="next")

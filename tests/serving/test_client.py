@@ -111,3 +111,74 @@ def test_no_server_is_a_connect_error():
         client.health()
     with pytest.raises(ValueError, match="retries must not be negative"):
         Client(retries=-1)
+
+
+def test_the_asynchronous_client_says_and_retries_the_same(scripted):
+    import asyncio
+
+    from semel.serving import AsyncClient, StageSize
+
+    recommended = {**RANKED, "stages": [{"stage": "retrieve", "model_version": "n", "cut": 0, "timings_ms": {},
+                                         "counts": {"in": 9, "scored": 9, "out": 2}}]}
+    busy = (503, {"retry-after": "0"}, {"error": {"field": None, "message": "full"}})
+    scripted.answers += [(200, {}, recommended), busy, (None, {}, b""),
+                         (200, {}, {"version": 4, "accepted": 1, "duplicates": 0}),
+                         (422, {}, {"error": {"field": "limit", "message": "no"}})]
+
+    async def main():
+        async with AsyncClient(scripted.url, token="s3cret-token") as client:
+            result = await client.recommend(np.int64(1), 5, blocked=np.array([4, 5]), prerank=StageSize(7),
+                                            diversity={"column": "author", "most": 2})
+            written = await client.events([{"user_id": 1, "item_id": 2}])
+            with pytest.raises(ServerError, match="limit: no"):
+                await client.retrieve(1, 0)
+            return result, written
+
+    result, written = asyncio.run(main())
+    assert result.stages[0].counts["out"] == 2 and result.results[0].item_id == 8
+    assert (written.version, written.accepted) == (4, 1)
+    path, headers, body = scripted.received[0]
+    assert path == "/v1/recommend" and body == {
+        "user_id": 1, "limit": 5, "blocked": [4, 5], "prerank": {"candidates": 7},
+        "diversity": {"column": "author", "most": 2}}
+    assert {name.lower(): value for name, value in headers.items()}["authorization"] == "Bearer s3cret-token"
+    assert len({body["events"][0]["event_key"] for _, _, body in scripted.received[1:4]}) == 1
+
+
+def test_both_clients_have_the_same_methods_with_the_same_arguments():
+    import inspect
+
+    from semel.serving import AsyncClient
+
+    def methods(kind):
+        return {name: inspect.signature(value) for name, value in vars(kind).items() if not name.startswith("_")}
+
+    assert methods(Client).keys() == methods(AsyncClient).keys()
+    for name, own in methods(Client).items():
+        other = methods(AsyncClient)[name]
+        assert own.parameters == other.parameters and own.return_annotation == other.return_annotation, name
+
+
+def test_models_are_typed_and_going_back_is_not_tried_twice(scripted):
+    stage = {"current": {"version": "b", "run": "r", "since": 2}, "before": [{"version": "a", "run": "r", "since": 1}],
+             "pinned": True}
+    models = {"stages": {"rank": stage}, "available": [{"version": "a", "run": "r", "kind": "dlrm", "saved_at": 0}]}
+    scripted.answers += [(200, {}, models), (200, {}, models), (None, {}, b"")]
+    with Client(scripted.url) as client:
+        assert client.models().stages["rank"].before[0].version == "a"
+        assert client.serve(run="r", stage="prerank").to_json() == models
+        with pytest.raises(httpx.TransportError):
+            client.serve("previous")
+    assert [body for _, _, body in scripted.received] == [
+        None, {"stage": "prerank", "run": "r"}, {"stage": "rank", "version": "previous"}]
+
+
+def test_the_client_imports_neither_torch_nor_a_web_framework():
+    import subprocess
+    import sys
+
+    code = ("import sys\nfrom semel import Client\nfrom semel.serving import AsyncClient\n"
+            "Client().close()\nprint([name for name in ('torch', 'fastapi', 'uvicorn', 'pyarrow', 'pydantic') "
+            "if name in sys.modules])")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "[]"

@@ -91,7 +91,7 @@ def test_a_score_is_the_layers_of_the_row_that_was_read(site):
         got = scores(predictor)
         from semel.serving.predictor import _Checked
 
-        one = _Checked(0, "x", 3, np.array(CANDIDATES), {}, None, 10**15)
+        one = _Checked(0, "x", 3, np.array(CANDIDATES), {}, None, 10**15, predictor._versions())
         batch = predictor._materialize([one], predictor.artifact)[0]
     _, always_on = model.item_fields(batch.candidate)
     row, hit, _ = memory.read(CANDIDATES)

@@ -38,7 +38,8 @@ def test_rank_answers_in_the_documented_form(http, predictor):
     response = http.post("/v1/rank", json={"user_id": 3, "candidates": [5, 6, 7], "context": {"hour": 7}, "limit": 2})
     assert response.status_code == 200 and response.headers["content-type"] == "application/json"
     body = response.json()
-    assert set(body) == {"request_id", "model_version", "pointer", "results", "timings_ms"}
+    assert set(body) == {"request_id", "model_version", "pointer", "results", "timings_ms", "counts"}
+    assert body["counts"] == {"in": 3, "scored": 3, "out": 2}
     assert set(body["pointer"]) == {"user_id", "as_of", "version"} and body["pointer"]["user_id"] == 3
     assert [set(item) for item in body["results"]] == [{"item_id", "score"}] * 2
     assert body["results"][0]["score"] >= body["results"][1]["score"]
@@ -304,8 +305,8 @@ def test_metrics_count_what_happened(http):
 def test_the_documentation_describes_this_stores_bodies(http):
     assert http.get("/docs").status_code == 200
     spec = http.get("/openapi.json").json()
-    assert set(spec["paths"]) == {"/v1/rank", "/v1/events", "/v1/items", "/v1/outcomes", "/healthz", "/readyz",
-                                  "/metrics"}
+    assert set(spec["paths"]) == {"/v1/retrieve", "/v1/prerank", "/v1/rank", "/v1/recommend", "/v1/events", "/v1/items",
+                                  "/v1/outcomes", "/v1/models", "/healthz", "/readyz", "/metrics"}
     schemas = spec["components"]["schemas"]
     assert schemas["RankRequest"]["properties"]["user_id"]["type"] == "integer"
     assert set(schemas["Event"]["properties"]) == {"user_id", "event_time", "item_id", "rating", "action", "event_key"}

@@ -220,19 +220,20 @@ class Tail:
     def valid(self) -> dict[str, np.ndarray]:
         return self._valid if self.columns else {}  # which come together
 
-    def users(self, version: int) -> np.ndarray:
-        """[U] the users of the events up to ``version``: int64, or strings as objects. Loads nothing."""
+    def users(self, version: int, after: int = 0) -> np.ndarray:
+        """[U] the users of the events up to ``version``, from above ``after``: int64, or strings as objects. Loads
+        nothing."""
         if self._events.arena is not None:
-            keys = np.unique(self.columns[""][: np.searchsorted(self.columns["version"], version, "right")])
+            keys = np.unique(self.columns[""][slice(*np.searchsorted(self.columns["version"], (after, version),
+                                                                     "right"))])
             if not self.schema.string_keys:
                 return keys
             by_slot = list(self._events.arena.slots)
             return np.array([by_slot[slot] for slot in keys.tolist()], object)
         found: list[np.ndarray] = [np.empty(0, object if self.schema.string_keys else np.int64)]
         for place in self.ranges:
-            if place.first <= version:
-                of_range = [batch.column(0).slice(0, np.searchsorted(versions, version, "right") if np.ndim(versions)
-                                                  else batch.num_rows if versions <= version else 0)
+            if place.first <= version and place.last > after:
+                of_range = [batch.column(0).slice(*_between(batch.num_rows, versions, after, version))
                             for batch, versions in place.read()]
                 found.append(pa.chunked_array(of_range).unique().to_numpy(zero_copy_only=False))
         return np.unique(np.concatenate(found))
@@ -290,6 +291,13 @@ class Tail:
                 return Index(runs)
             runs[level] = EMPTY_RUN
         raise CorruptFile("more events than 2**62")  # cannot be reached
+
+
+def _between(rows: int, versions: int | np.ndarray, after: int, upto: int) -> tuple[int, int]:
+    """Where in a batch the rows of ascending ``versions`` (one, or [rows]) above ``after`` and up to ``upto`` begin,
+    and how many they are."""
+    first, last = np.searchsorted(np.broadcast_to(versions, rows), (after, upto), "right").tolist()
+    return first, last - first
 
 
 def erased(code: int) -> str:
