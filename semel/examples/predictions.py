@@ -32,18 +32,25 @@ SCHEMA = pa.schema([
 def features_checksums(batch: RequestBatch) -> np.ndarray:
     """[R] uint64: of each request's features and its candidates', in the order of candidates; without the history,
     which has a checksum of its own, and without memory rows."""
+    ends = batch.candidate_offsets.numpy()
+    columns: list[tuple[bytes, bool, np.ndarray, np.ndarray | None]] = []
+    for side, values in (("request", batch.request), ("candidate", batch.candidate)):
+        for name in sorted(values):
+            if not name.startswith(("history", "memory_")):
+                value = values[name]
+                whole, offsets = (value.values, value.offsets.numpy()) if isinstance(value, Jagged) else (value, None)
+                columns.append((f"{side}.{name}\0".encode(), side == "request", whole.contiguous().numpy(), offsets))
     found = np.empty(batch.requests, np.uint64)
     for row in range(batch.requests):
-        one = batch.slice(row, row + 1)
         digest = blake2b(digest_size=8)
-        for side, values in (("request", one.request), ("candidate", one.candidate)):
-            for name in sorted(values):
-                if name.startswith(("history", "memory_")):
-                    continue
-                value = values[name]
-                digest.update(f"{side}.{name}\0".encode())
-                for part in (value.values, value.offsets) if isinstance(value, Jagged) else (value,):
-                    digest.update(part.contiguous().numpy().tobytes())
+        for label, of_request, whole, offsets in columns:
+            start, stop = (row, row + 1) if of_request else (int(ends[row]), int(ends[row + 1]))
+            digest.update(label)
+            if offsets is not None:
+                own = offsets[start : stop + 1]
+                digest.update((own - own[0]).tobytes())
+                start, stop = int(own[0]), int(own[-1])
+            digest.update(whole[start:stop].tobytes())
         found[row] = int.from_bytes(digest.digest(), "little")
     return found
 

@@ -149,6 +149,14 @@ class Service:
         if predictor.catalogue is not None:
             catalogue = predictor.catalogue
             watch("semel_catalogue_version", "Version of the catalogue", lambda: catalogue.version)
+        if predictor.memory is not None:
+            rows = predictor.memory
+            watch("semel_memory_rows", "Rows of the item memory", lambda: len(rows.memory or ()))
+            watch("semel_memory_epoch", "Epoch of the log that rows come from",
+                  lambda: rows.position.epoch if rows.position else 0)
+            watch("semel_memory_sequence", "Record of it that was applied last",
+                  lambda: rows.position.sequence if rows.position else -1)
+            watch("semel_memory_failing", "1 if new rows cannot be applied", lambda: float(rows.error is not None))
         watch("semel_ready", "1 if /readyz answers 200", lambda: float(self.not_ready() is None))
         for kind, writer in self._writers():
             watch(f"semel_{kind}_pending", f"Posts of {kind} that wait for the writer", partial(_pending, writer))

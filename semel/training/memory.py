@@ -31,6 +31,8 @@ from semel.training.recipe import Recipe
 from semel.training.stages import Work
 
 _piece: ContextVar[int] = ContextVar("semel_piece", default=0)
+LOOK_S = 0.5
+"""How often the catalogue is looked at for new items."""
 IDLE_ITEMS = 4096
 """Items without a row that are computed at once while no batch comes."""
 
@@ -138,16 +140,15 @@ class CandidatePool:
         self.memory, self.catalogue, self.features = memory, catalogue, features
         self.keys = known.numpy()
         self.ids = known
-        self._version = -1
+        self._version, self._look_at = -1, 0.0
         self._queue = np.empty(0, np.int64)
 
     def take(self, budget: int) -> np.ndarray:
         """The next ``budget`` of them, places [N]; none of them twice before all have been."""
         new = self.new(budget) if self._look() else self._queue[:0]
-        budget = min(budget, len(self.ids))
         if len(self._queue) < budget - len(new):
-            self._queue = self._places(pool(self.memory, self.ids, len(self.ids)))
-        old, self._queue = np.split(self._queue, [budget - len(new)])
+            self._queue = self._order()
+        old, self._queue = np.split(self._queue, [min(budget - len(new), len(self._queue))])
         return np.concatenate([new, old[~np.isin(old, new)]])
 
     def new(self, most: int) -> np.ndarray:
@@ -164,8 +165,9 @@ class CandidatePool:
 
     def _look(self) -> bool:
         """Whether the catalogue has changed since the last time."""
-        if self.catalogue is None:
+        if self.catalogue is None or time.monotonic() < self._look_at:
             return False
+        self._look_at = time.monotonic() + LOOK_S
         self.catalogue.refresh()
         if self.catalogue.version == self._version:
             return False
@@ -175,9 +177,14 @@ class CandidatePool:
         self._queue = self._queue[:0]
         return True
 
-    def _places(self, ids: Tensor) -> np.ndarray:
-        order = np.argsort(self.ids.numpy(), kind="stable")
-        return order[np.searchsorted(self.ids.numpy(), ids.numpy(), sorter=order)]
+    def _order(self) -> np.ndarray:
+        """All of them by urgency; of those without a row as many as there is room for: no row leaves for one that
+        nobody asked for."""
+        by_id = np.argsort(self.ids.numpy(), kind="stable")
+        urgent = pool(self.memory, self.ids, len(self.ids)).numpy()
+        order = by_id[np.searchsorted(self.ids.numpy(), urgent, sorter=by_id)]
+        missing = self.memory.ages(self.ids[order]).numpy() == MISS
+        return order[~missing | (np.cumsum(missing) <= self.memory.capacity - len(self.memory))]
 
 
 def memory_writer(model: Any, recipe: Recipe, run: Path, ranks: Ranks, catalogue: HistoryStore | None

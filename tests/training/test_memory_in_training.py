@@ -246,7 +246,9 @@ def test_the_pool_takes_new_items_first_then_the_oldest_rows(store):
     assert pool.ids[pool.take(4)].tolist() == [2, 4, 5, 6]
     assert pool.ids[pool.take(0)].tolist() == [] and len(pool.take(100)) == 10
     small = CandidatePool(ItemMemory(3, 2), None, FeatureSpec(), torch.arange(10))
-    assert len(small.new(100)) == 3
+    assert len(small.new(100)) == len(small.take(100)) == 3
+    small.memory.write([7, 8, 9], torch.zeros(3, 2))
+    assert sorted(small.take(100).tolist()) == [7, 8, 9]  # full: no row leaves for an item that nobody asked for
 
 
 def test_bad_settings():
