@@ -38,6 +38,8 @@ STATE = "joined.json"
 FORMAT = 1
 GRACE_US = 2_000_000
 """An outcome is stamped before it is on disk: so much later the log has all that were received in a window."""
+KNOWN_WINDOWS = 20
+"""So long it is known which requests were joined: their outcomes are late then, and later on of nobody."""
 MOST_A_FILE = 4096
 EVERY_S = 2.0
 _COUNTS = ("used", "duplicates", "unshown", "other_tasks", "unmatched_items", "late", "unmatched_requests")
@@ -45,13 +47,15 @@ _COUNTS = ("used", "duplicates", "unshown", "other_tasks", "unmatched_items", "l
 
 @dataclass
 class _State:
-    """``exposures``, ``outcomes``: from where to read after a restart, of which ``done`` exposures are joined already;
+    """``exposures``, ``outcomes``: from where to read after a restart, of which ``done`` exposures are joined already
+    and outcomes up to ``seen`` were looked at;
     ``joined``: exposures in files so far (or found without a label); ``counts``: outcomes by what became of them;
     ``rows``, ``labelled``, ``loss``, ``positive``: of the files, and how good the served scores were on their labels;
     ``watermark``: every request served up to then (us) is joined."""
 
     exposures: LogPosition = LogPosition()
     outcomes: LogPosition = LogPosition()
+    seen: LogPosition = LogPosition()
     done: int = 0
     joined: int = 0
     rows: int = 0
@@ -82,7 +86,8 @@ class Joiner:
         # (exposures not joined yet, position before their record, rows of the record in front of them)
         self._pending: deque[tuple[pa.Table, LogPosition, int]] = deque()
         self._held: deque[tuple[pa.Table, LogPosition]] = deque()  # outcomes that may be needed, position before them
-        self._recent: deque[tuple[int, set[str]]] = deque()        # request ids of files, and when they were written
+        self._recent: deque[tuple[int, set[str]]] = deque()        # request ids that were joined, and when
+        self._recall()
 
     @property
     def pending(self) -> int:
@@ -112,15 +117,17 @@ class Joiner:
             if front < len(table):
                 self._pending.append((table.slice(front), before, front))
             before = after
-        before = self._outcomes.position
+        before, joined = self._outcomes.position, self._joined_lately()
         for table, after in self._outcomes.read():
             self._held.append((table, before))
             before = after
-            # Of requests that are in a file already: too late for it.
-            ids = set(table["request_id"].to_pylist())
-            if any(ids & known for _, known in self._recent):
-                here = set().union(*(known for _, known in self._recent))
-                self.state.counts["late"] += sum(one in here for one in table["request_id"].to_pylist())
+            if (after.segment, after.records) > (self.state.seen.segment, self.state.seen.records):
+                # Of requests that are in a file already: too late for it.
+                self.state.counts["late"] += sum(one in joined for one in table["request_id"].to_pylist())
+                self.state.seen = after
+
+    def _joined_lately(self) -> set[str]:
+        return set().union(*(ids for _, ids in self._recent))
 
     def _write(self, now: int) -> Path | None:
         """One file of the exposures whose window has closed, in the order of the log; None where there are none."""
@@ -188,11 +195,11 @@ class Joiner:
         """Let go of outcomes whose requests must all have been joined, and of old request ids."""
         keep_until = now - 2 * (self._window + GRACE_US)
         oldest = min([int(table["served_at"].to_numpy().min()) for table, *_ in list(self._pending)[:1]], default=now)
+        joined = self._joined_lately()
         while self._held and int(self._held[0][0]["received_at"].to_numpy().max()) < min(oldest, keep_until):
             table, _ = self._held.popleft()
-            known = set().union(*(ids for _, ids in self._recent)) if self._recent else set()
-            self.state.counts["unmatched_requests"] += sum(one not in known for one in table["request_id"].to_pylist())
-        while self._recent and self._recent[0][0] < now - 20 * (self._window + GRACE_US):
+            self.state.counts["unmatched_requests"] += sum(one not in joined for one in table["request_id"].to_pylist())
+        while self._recent and self._recent[0][0] < now - KNOWN_WINDOWS * (self._window + GRACE_US):
             self._recent.popleft()
 
     def _save(self) -> None:
@@ -203,6 +210,17 @@ class Joiner:
             state.exposures, state.done = self._exposures.position, 0
         state.outcomes = self._held[0][1] if self._held else self._outcomes.position
         replace_file(self._out / STATE, json.dumps({"format": FORMAT, **vars(state)}).encode())
+
+    def _recall(self) -> None:
+        """What was joined lately, before a restart, from the files."""
+        files = sorted(self._out.glob("*-*.parquet"))
+        oldest = files[-1].stat().st_mtime - KNOWN_WINDOWS * (self._window + GRACE_US) / 1e6 if files else 0.0
+        for path in reversed(files):
+            written = path.stat().st_mtime
+            if written < oldest:
+                return
+            ids = pq.read_table(path, columns=["request_id"])["request_id"].to_pylist()
+            self._recent.appendleft((int(1e6 * written), set(ids)))
 
     def _load(self) -> _State:
         path = self._out / STATE
@@ -216,7 +234,8 @@ class Joiner:
             if values.pop("format", None) != FORMAT:
                 raise ValueError(f"{path}: unknown format; this Semel reads {FORMAT}")
             state = _State(**values)
-            state.exposures, state.outcomes = LogPosition(*state.exposures), LogPosition(*state.outcomes)
+            for name in ("exposures", "outcomes", "seen"):
+                setattr(state, name, LogPosition(*getattr(state, name)))
         # A file that was written just before a crash, whose state was not saved any more.
         for hidden in self._out.glob(".*.tmp"):
             hidden.unlink()

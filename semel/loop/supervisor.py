@@ -29,6 +29,8 @@ SILENCE_S = {"server": 30.0, "joiner": 60.0, "driver": 60.0}
 GIVE_UP_AFTER = 8
 """Ends in a row of a process that never came to life: starting it again does not help. One that did is tried for as
 long as it takes: disks are emptied, too."""
+STATE_MIB = 16
+"""Of request states: the driver asks for one page of each request, so none is ever found again."""
 LAST_KILL_S = 15.0
 """Before a loop's end nothing is killed any more, so that all have caught up."""
 
@@ -150,7 +152,7 @@ class Loop:
             return [sys.executable, "-m", f"semel.loop.{module}", str(folder.path), *map(str, words)]
 
         return {
-            "server": command("serve", run, "--store", folder.store, "--port", port),
+            "server": command("serve", run, "--store", folder.store, "--port", port, "--state-cache", STATE_MIB),
             "joiner": own("joiner"),
             "trainer": command("train", "--resume", run, "--follow", folder.rows, *overrides(self.config)),
             "driver": own("driver", self.url),

@@ -1,6 +1,7 @@
 """The joiner writes each request once, with the labels that one join at the end would give, however it is stopped."""
 
 import json
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -110,6 +111,31 @@ def test_files_hold_what_one_join_would_give(steps, tmp_path_factory):
     assert np.array_equal(found.label["click"], expected.label["click"])
     assert np.array_equal(found.label_mask["click"], expected.label_mask["click"])
     assert [path.stem for path in site.files()] == sorted(path.stem for path in site.files())
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps=st.lists(STEPS.filter(lambda step: step[0] != "crash"), max_size=30))
+def test_each_outcome_is_counted_once_over_restarts(steps, tmp_path_factory):
+    site = Site(tmp_path_factory.mktemp("counted"))
+    site.now = time.time_ns() // 1000  # files remember when they were written
+    joiner = site.joiner()
+    for name, *values in steps:
+        if name == "serve":
+            site.serve(*values)
+        elif name == "report":
+            site.report(*values)
+        elif name == "wait":
+            site.now += values[0] * SECOND
+        elif name == "step":
+            joiner.step(site.now)
+        else:
+            joiner = site.joiner()
+    for _ in range(4):
+        site.now += WINDOW + GRACE_US + SECOND
+        joiner.step(site.now)
+        joiner = site.joiner() if len(steps) % 2 else joiner
+    counts = joiner.state.counts
+    assert sum(counts.values()) == site.key, counts
 
 
 def test_the_window_holds_requests_back_and_late_outcomes_out(tmp_path):

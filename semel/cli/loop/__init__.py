@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from semel.loop import Loop, LoopConfig
+    from semel.loop import Loop
 
 RECIPES = {None: "site_rank", "ml-1m": "ml1m_rank"}
 
@@ -74,10 +74,3 @@ def _run(live: Loop, duration: float | None, dashboard: Any) -> dict[str, Any]:
         dashboard.stop()
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-
-
-def config_of(folder: Path) -> LoopConfig:
-    """Of a loop that is there."""
-    from semel.loop import LoopFolder
-
-    return LoopFolder(folder).load()[0]
