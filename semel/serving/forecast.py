@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-DECAY = 0.98
-"""What an observation still counts for after the next one: about the last fifty batches."""
+DECAY = 0.9
+"""What an observation still counts for after the next one: about the last ten batches. When load rises, work takes
+longer within a second (cores are shared), and what was learnt at rest must not count for long."""
 
 
 class Forecast:
