@@ -9,10 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
 from semel.serving.errors import Overloaded
-from semel.serving.forecast import Forecast
+from semel.serving.forecast import Forecast, Margin
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -22,8 +23,8 @@ class Admission(Generic[Job, Result]):
     """``scorers`` threads do the work, ``queue`` more jobs may wait. Used from one event loop only.
 
     A job is refused (``Overloaded``) where the queue is full, and where what is ahead of it and its own work are
-    expected to take longer than ``target`` seconds, by what work took lately; one that has nobody ahead is always
-    taken.
+    likely to take longer than ``target`` seconds: by what work took lately (``Forecast``), and by how far that was
+    exceeded (``Margin``). One that has nobody ahead is always taken.
 
     ``work(jobs, seconds that each waited)`` gives a result a job; one that is an exception is that job's error, what
     ``work`` raises is that of all. A free thread takes the first job that waits, and those after it as long as
@@ -42,7 +43,7 @@ class Admission(Generic[Job, Result]):
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Job, float, Future[Result]]] = deque()
         self._taking = threading.Lock()
-        self._forecast = Forecast()
+        self._forecast, self._margin = Forecast(), Margin()
         self.inside = 0
         self._size_waiting = 0
 
@@ -51,7 +52,10 @@ class Admission(Generic[Job, Result]):
         return self.inside >= self._limit
 
     def expected(self, size: int = 0) -> float:
-        """Seconds until a job of this size would be done if it came now."""
+        """Seconds in which a job of this size would be done if it came now, but for 2 of 100."""
+        return self._foreseen(size) * self._margin.factor
+
+    def _foreseen(self, size: int) -> float:
         with self._taking:
             waiting = self._forecast.seconds(len(self._waiting), self._size_waiting)
             own = self._forecast.seconds(1, size)
@@ -75,16 +79,17 @@ class Admission(Generic[Job, Result]):
         """The result of ``job``. Raises Overloaded where it is refused, and what is its error."""
         size = self._size(job)
         self.check(size)
+        foreseen, entered = self._foreseen(size), time.perf_counter()
         self.inside += 1
         done: Future[Result] = Future()
         with self._taking:
-            self._waiting.append((job, time.perf_counter(), done))
+            self._waiting.append((job, entered, done))
             self._size_waiting += size
         self._pool.submit(self._next)  # finds nothing if an earlier one took this job along
         future = asyncio.wrap_future(done)
         # The slot is free when the work is done, not when its client hangs up: a cancelled await must not let the
         # queue grow behind the limit.
-        future.add_done_callback(self._leave)
+        future.add_done_callback(partial(self._leave, foreseen, entered))
         return await asyncio.shield(future)
 
     def _next(self) -> None:
@@ -124,10 +129,11 @@ class Admission(Generic[Job, Result]):
                     size += self._size(waiting[0])
         return group
 
-    def _leave(self, future: asyncio.Future) -> None:
+    def _leave(self, foreseen: float, entered: float, future: asyncio.Future) -> None:
         self.inside -= 1
-        if not future.cancelled():
-            future.exception()  # seen, so that asyncio does not report the error of a client that hung up
+        # An error is seen here, so that asyncio does not report that of a client that hung up.
+        if not future.cancelled() and future.exception() is None:
+            self._margin.observe(foreseen, time.perf_counter() - entered)
 
     def settle(self, timeout: float) -> bool:
         """Wait until what is being worked on now is done; False if ``timeout`` seconds were not enough."""

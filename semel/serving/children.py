@@ -72,16 +72,15 @@ def write(options: ServerOptions, runtime: Runtime, orphaned: threading.Event) -
     def everywhere(verb: str) -> bool:
         return all([answer["done"] for _, answer in ask_each(runtime.workers(), {"do": verb}, timeout=90)])
 
-    with opened_writers(Path(options.store), clock.now) as writers:
-        desk = MessageServer(runtime.writer, Desk(writers, everywhere).answer, max_bytes=MAX_BYTES)
-        with desk:
-            _ready()
-            _watch_parent(orphaned, ended.set)
-            ended.wait()
-            if orphaned.is_set():
-                deadline = time.monotonic() + ORPHANED_SECONDS
-                while desk.connections and time.monotonic() < deadline:
-                    time.sleep(0.1)
+    with opened_writers(Path(options.store), clock.now) as writers, MessageServer(
+            runtime.writer, Desk(writers, everywhere).answer, max_bytes=MAX_BYTES) as desk:
+        _ready()
+        _watch_parent(orphaned, ended.set)
+        ended.wait()
+        if orphaned.is_set():
+            deadline = time.monotonic() + ORPHANED_SECONDS
+            while (desk.connections or runtime.alive()) and time.monotonic() < deadline:
+                time.sleep(0.1)
     if orphaned.is_set():
         runtime.remove(Path(options.store))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,14 @@ class Runtime:
     def workers(self) -> list[Path]:
         """The sockets of workers that were started; one that is being restarted may not answer."""
         return sorted(self.path.glob("worker-*.sock"))
+
+    def alive(self) -> bool:
+        """Whether a worker is there: one closes its socket when all that it accepted is done and written."""
+        for path in self.workers():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    return True
+        return False
 
     def announce(self, store: Path) -> None:
         """Let ``semel erase`` find the server of ``store``."""

@@ -99,19 +99,19 @@ def test_what_would_be_late_is_refused_at_once_and_what_nobody_is_ahead_of_is_no
         time.sleep(0.05)
         return jobs
 
-    admission = Admission(slow, 1, 100, target=0.12)
+    admission = Admission(slow, 1, 100, target=0.2)
 
     async def main():
         for number in range(3):  # learn how long it takes; alone each is admitted
             assert await admission.run(number) == number
         answers = await asyncio.gather(*(admission.run(number) for number in range(10)), return_exceptions=True)
-        assert not admission.inside
+        assert not admission.inside and admission.expected() < 0.2
         assert await admission.run(1) == 1  # the overload is over
         return answers
 
     answers = asyncio.run(main())
     refused = [answer for answer in answers if isinstance(answer, Overloaded)]
-    assert 2 <= len(answers) - len(refused) <= 3  # 0.05 ahead + 0.05 own fit into 0.12; another 0.05 does not
+    assert 1 <= len(answers) - len(refused) <= 4  # 3 ahead and the own work fit into 0.2 s if all takes 0.05 s; no 4
     assert all("the target" in str(error) and error.retry_after == 1 for error in refused)
     admission.close()
 

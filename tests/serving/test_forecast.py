@@ -1,10 +1,12 @@
 """The forecast of a batch's time: exact where times are linear, sensible where they are not."""
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from semel.serving.forecast import Forecast
+from semel.serving.forecast import Forecast, Margin
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,3 +35,16 @@ def test_it_follows_a_change():
     for seconds in [0.01] * 100 + [0.05] * 100:
         forecast.observe(1, 500, seconds)
     assert forecast.seconds(1, 500) == pytest.approx(0.05, rel=0.2)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.5])
+def test_the_margin_comes_to_rest_where_two_of_a_hundred_exceed_it(spread):
+    margin, numbers = Margin(), random.Random(1)
+    beyond = 0
+    for count in range(6000):
+        seconds = 0.02 * numbers.lognormvariate(0, spread)
+        beyond += count >= 1000 and seconds > 0.02 * margin.factor
+        margin.observe(0.02, seconds)
+        assert 1 <= margin.factor <= 10
+    assert beyond / 5000 <= 0.03
+    assert margin.factor == pytest.approx(2.718 ** (2.05 * spread), rel=0.5)

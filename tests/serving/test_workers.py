@@ -297,6 +297,22 @@ def test_sigterm_ends_all_of_them_with_0_and_replay_is_exact(site):
         pass  # the lock is free
 
 
+@pytest.mark.slow
+def test_when_the_parent_is_killed_all_end_and_leave_nothing_behind(tmp_path):
+    made = Site(tmp_path)
+    try:
+        pids = [made.pid(name) for name in ("writer", "worker-0", "worker-1")]
+        runtime = os.path.dirname(made.socket(0))
+        ranked = made.worker(0)("POST", "/v1/rank", {"user_id": "orphan", "candidates": ["iü1"]})[1]
+    finally:
+        made.server.kill()
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    assert not os.path.exists(runtime) and not (made.store / "server.json").exists()
+    assert logged(made) == [ranked["request_id"]]  # it was still on its way to the writer
+    with HistoryStore.open(made.store, mode="a"):
+        pass
+
+
 def test_a_server_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
     folder = tmp_path / "store"
     for store in make_store(folder):
