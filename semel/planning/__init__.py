@@ -5,13 +5,16 @@ Knows nothing else of Semel. ``load_cluster`` and ``load_job`` read small TOML f
 """
 
 from semel.planning.cluster import Cluster, Device, Level, Technology, Unit
+from semel.planning.estimate import Estimate, estimate
 from semel.planning.files import ready
 from semel.planning.job import Job, Recommender, Transformer, load_job
 from semel.planning.layout import AXES, Layout
 from semel.planning.load import load_cluster
-from semel.planning.workload import Chunk, Infeasible, Transfer, Workload
+from semel.planning.validate import validate
+from semel.planning.workload import Chunk, Infeasible, Transfer, Workload, workload
 
 __all__ = [
-    "AXES", "Chunk", "Cluster", "Device", "Infeasible", "Job", "Layout", "Level", "Recommender", "Technology", "Transfer",
-    "Transformer", "Unit", "Workload", "load_cluster", "load_job", "ready",
+    "AXES", "Chunk", "Cluster", "Device", "Estimate", "Infeasible", "Job", "Layout", "Level", "Recommender",
+    "Technology", "Transfer", "Transformer", "Unit", "Workload", "estimate", "load_cluster", "load_job", "ready",
+    "validate", "workload",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from semel.planning.curves import Curve
@@ -35,6 +36,9 @@ class Device:
     """Seconds a kernel costs beside its work (launch, tail)."""
     reserved: float
     """Bytes that a job cannot use: context, communication buffers, fragmentation."""
+    reached: Mapping[str, float] = field(default_factory=dict)
+    """dtype -> share of ``matmul`` and ``attention``, which are microbenchmarks, that training reaches: the one number
+    that ``calibrate.fit_reached`` fits to published step times. 1 for a dtype that is not there."""
     power: float = 0.0
     """Watts at work, with its share of the host."""
     price: float = 0.0
@@ -47,7 +51,7 @@ class Technology:
 
     name: str
     routing: str = "spraying"
-    """``ecmp`` (flows hashed to paths), ``spraying`` or ``adaptive`` (packets over all paths), ``circuit`` (optical)."""
+    """``ecmp`` (flows hashed to paths), ``spraying`` or ``adaptive`` (packets over all paths), ``circuit``."""
     efficiency: float = 1.0
     """Share of the bandwidth left after headers and reordering, without collisions."""
     paths: int = 1
@@ -142,6 +146,27 @@ class Cluster:
     def devices(self) -> int:
         return sum(unit.devices for unit in self.units)
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices in a unit of each level; of the outermost level's members the smallest counts."""
+        sizes, product = [], 1
+        for level in self.levels[:-1]:
+            product *= level.count
+            sizes.append(product)
+        if sizes:
+            sizes[-1] = min(sizes[-1], *(unit.devices for unit in self.units))
+        return (*sizes, self.devices)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Position of each unit's first device, counted in order, and behind the last one."""
+        return (0, *accumulate(unit.devices for unit in self.units))
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether all units have the same device."""
+        return all(unit.device is self.units[0].device for unit in self.units)
+
     @property
     def device(self) -> Device:
         """The device of the first unit; all of them in a uniform cluster."""
@@ -159,8 +184,8 @@ class Cluster:
         raise KeyError(f"cluster {self.name!r} has no level {name!r}; it has: {', '.join(x.name for x in self.levels)}")
 
     def change(self, path: str, value: Any) -> Cluster:
-        """The cluster with one coefficient replaced: ``levels.<name>.<field>``, ``levels.<name>.technologies.<name>.<field>``
-        or ``devices.<name>.<field>``. KeyError for a path that is not there."""
+        """The cluster with one coefficient replaced: ``levels.<name>.<field>``, ``devices.<name>.<field>`` or
+        ``levels.<name>.technologies.<name>.<field>``. KeyError for a path that is not there."""
         parts = path.split(".")
         if parts[0] == "levels" and len(parts) >= 3:
             level = self.level(parts[1])
@@ -176,16 +201,13 @@ class Cluster:
         if parts[0] == "devices" and len(parts) in (3, 4):
             if not any(unit.device.name == parts[1] for unit in self.units):
                 raise KeyError(f"{path}: cluster {self.name!r} has no device {parts[1]!r}")
-            units = []
-            for unit in self.units:
-                device = unit.device
-                if device.name == parts[1]:
-                    if len(parts) == 4:
-                        device = _replace(device, parts[2], {**getattr(device, parts[2]), parts[3]: value}, path)
-                    else:
-                        device = _replace(device, parts[2], value, path)
-                units.append(replace(unit, device=device))
-            return replace(self, units=tuple(units))
+            changed_devices: dict[int, Device] = {}  # units with one device keep having one
+            for device in (unit.device for unit in self.units):
+                if device.name == parts[1] and id(device) not in changed_devices:
+                    new = value if len(parts) == 3 else {**getattr(device, parts[2], {}), parts[3]: value}
+                    changed_devices[id(device)] = _replace(device, parts[2], new, path)
+            return replace(self, units=tuple(replace(unit, device=changed_devices.get(id(unit.device), unit.device))
+                                             for unit in self.units))
         raise KeyError(f"{path}: no such coefficient; paths begin with levels. or devices.")
 
     def value(self, path: str) -> Any:
@@ -204,7 +226,7 @@ class Cluster:
         return found
 
     def scaled(self, path: str, factor: float) -> Cluster:
-        """One coefficient times ``factor``: for sensitivity. Shares and curves stay at most 1, oversubscription at least 1."""
+        """One coefficient times ``factor``: for sensitivity. Shares stay at most 1, oversubscription at least 1."""
         old, name = self.value(path), path.rsplit(".", 1)[1]
         new: Any
         if isinstance(old, Curve):

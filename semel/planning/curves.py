@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Curve:
             raise ValueError("a curve needs at least one point (size, share)")
         for size, share in self.points:
             if not size > 0 or not 0 < share <= 1:
-                raise ValueError(f"point ({size:g}, {share:g}) of a curve: the size must be above 0, the share in (0, 1]")
+                raise ValueError(f"point ({size:g}, {share:g}) of a curve: sizes are above 0, shares in (0, 1]")
         sizes = [size for size, _ in self.points]
-        if any(after <= before for before, after in zip(sizes, sizes[1:], strict=False)):
+        if any(after <= before for before, after in pairwise(sizes)):
             raise ValueError(f"sizes of a curve must grow, got {sizes}")
         object.__setattr__(self, "_logs", tuple(math.log(size) for size in sizes))
 

@@ -19,7 +19,7 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a coefficient comes from: ``source`` (published, measured, a standard) or ``assumed`` (a guess, and why)."""
+    """Where a coefficient comes from: a ``source`` (published, measured), or it is ``assumed`` (a guess, and why)."""
 
     text: str
     assumed: bool
@@ -29,10 +29,7 @@ def ready(kind: str) -> list[tuple[str, str]]:
     """(name, description) of every ready file of ``kind``, one of ``KINDS``, by name."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; there are: {', '.join(KINDS)}")
-    found = []
-    for path in sorted((LIBRARY / kind).glob("*.toml")):
-        found.append((path.stem, str(read_toml(path).get("description", ""))))
-    return found
+    return [(path.stem, str(read_toml(path).get("description", ""))) for path in _library(kind)]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -68,9 +65,18 @@ def _library(kind: str) -> list[Path]:
 def open_section(kind: str, source: str | Path | Mapping) -> Section:
     """The top of a planning file: of a path, a ready name, or a mapping parsed elsewhere."""
     if isinstance(source, Mapping):
-        return Section(dict(source), kind.rstrip("s"), "")
+        return Section(_like(kind, dict(source)), kind.rstrip("s"), "")
     path = find(kind, source)
-    return Section(read_toml(path), str(path) if path.parent != LIBRARY / kind else path.stem, path.stem)
+    place = str(path) if path.parent != LIBRARY / kind else path.stem
+    return Section(_like(kind, read_toml(path)), place, path.stem)
+
+
+def _like(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    """``like = "name"`` takes all fields of another file but those given here."""
+    if kind not in ("jobs", "clusters") or not isinstance(data.get("like"), str):
+        return data
+    base = _like(kind, read_toml(find(kind, data["like"])))
+    return {**base, **{key: value for key, value in data.items() if key != "like"}}
 
 
 class Section:
@@ -149,7 +155,7 @@ class Section:
 
     def counts(self, key: str, default: Any = _REQUIRED) -> tuple[int, ...]:
         value = self.take(key, default)
-        if not isinstance(value, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in value):
+        if not isinstance(value, (list, tuple)) or not all(type(n) is int and n > 0 for n in value):
             self.fail(key, f"expected a list of whole numbers above 0, got {value!r}")
         return tuple(value)
 

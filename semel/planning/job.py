@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -54,7 +55,7 @@ class Transformer:
     """Input and output embedding are one matrix."""
     biases: bool = False
     causal: bool = True
-    """Attention kernels skip masked blocks (half the work). Model FLOPs count whole attention all the same, as papers do."""
+    """Fused kernels skip masked blocks, half the work. Model FLOPs count whole attention all the same, as papers do."""
     fused_attention: bool = True
     """Scores stay in the kernel (FlashAttention) instead of lying in memory as [heads, sequence, sequence]."""
     dropout: bool = False
@@ -72,6 +73,8 @@ class Transformer:
     kv_rank: int = 0
     rope_width: int = 0
     """Multi-head latent attention (DeepSeek-V2, section 2.1); 0 = plain attention."""
+    expert_units: int = 0
+    """Most hosts that the experts of one token lie on (node-limited routing); 0 = no limit."""
     dtype: str = "bf16"
     """Of matrix products."""
     storage_dtype: str = "bf16"
@@ -207,7 +210,7 @@ class Recommender:
         """Weights of the dense part. An HSTU layer has one matrix to u, v, q and k, and one back (arXiv 2402.17152)."""
         inner = self.heads * self.head_width
         encoder = self.layers * (self.width * 4 * inner + inner * self.width + 4 * inner + 3 * self.width)
-        return encoder + sum(a * b + b for net in (self.bottom, self.top) for a, b in zip(net, net[1:], strict=False))
+        return encoder + sum(a * b + b for net in (self.bottom, self.top) for a, b in pairwise(net))
 
     def table_parameters(self) -> float:
         return float(sum(table.rows * table.width * table.count for table in self.tables))
@@ -219,7 +222,7 @@ Job: TypeAlias = Transformer | Recommender
 def load_job(source: str | Path | Mapping) -> Job:
     """A job from a TOML file, a ready file's name (``ready("jobs")``), or a parsed mapping.
 
-    Raises FileNotFoundError for what is neither, ValueError for unknown fields, missing ones and counts that do not fit.
+    Raises FileNotFoundError for what is neither, ValueError for unknown or missing fields and counts that do not fit.
     """
     section = open_section("jobs", source)
     return read_job(section)
@@ -271,7 +274,8 @@ def _transformer(section: Section) -> Transformer:
         expert_width=section.count("expert_width") if experts else 0, dense_layers=dense,
         expert_skew=section.number("expert_skew", 1.0, least=1.0),
         query_rank=section.count("query_rank", 0, least=0), kv_rank=section.count("kv_rank", 0, least=0),
-        rope_width=section.count("rope_width", 0, least=0), dtype=dtype,
+        rope_width=section.count("rope_width", 0, least=0),
+        expert_units=section.count("expert_units", 0, least=0), dtype=dtype,
         storage_dtype=_dtype(section, "storage_dtype", "bf16" if dtype in ("fp8", "fp4", "int8", "int4") else dtype),
         gradient_dtype=_dtype(section, "gradient_dtype", "fp32"), optimizer=_optimizer(section))
 
@@ -305,6 +309,7 @@ def _recommender(section: Section) -> Recommender:
         layers=section.count("layers") if hstu else 0, width=width, heads=heads,
         head_width=section.count("head_width", max(1, width // heads)) if hstu else 0,
         bottom=section.counts("bottom", ()), top=section.counts("top", ()), dtype=_dtype(section, "dtype", "bf16"),
-        storage_dtype=_dtype(section, "storage_dtype", "bf16"), gradient_dtype=_dtype(section, "gradient_dtype", "fp32"),
+        storage_dtype=_dtype(section, "storage_dtype", "bf16"),
+        gradient_dtype=_dtype(section, "gradient_dtype", "fp32"),
         table_dtype=_dtype(section, "table_dtype", "fp32"), exchange_dtype=_dtype(section, "exchange_dtype", "fp32"),
         optimizer=_optimizer(section))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from semel.planning.cluster import Cluster, Device, Level, Technology, Unit
 from semel.planning.curves import Curve
@@ -33,10 +34,11 @@ def load_cluster(source: str | Path | Mapping) -> Cluster:
     if "devices" in section:
         devices_said = section.count("devices")
         if devices_said != cluster.devices:
-            product = " x ".join(str(level.count) for level in levels)
-            section.fail("devices", f"says {devices_said}, but the counts of the levels give {product} = {cluster.devices}"
-                         if len({u.devices for u in units}) == 1 else f"says {devices_said}, but the units have "
-                         f"{' + '.join(str(u.devices) for u in units)} = {cluster.devices}")
+            even = len({unit.devices for unit in units}) == 1
+            counts = " x ".join(str(level.count) for level in levels)
+            parts = " + ".join(str(unit.devices) for unit in units)
+            section.fail("devices", f"says {devices_said}, but the {'levels' if even else 'units'} give "
+                         f"{counts if even else parts} = {cluster.devices}")
     section.done()
     return cluster
 
@@ -73,11 +75,15 @@ def _device(section: Section) -> Device:
     peak.done()
     if not rates:
         section.fail("peak", f"give FLOP/s of at least one dtype: {', '.join(BYTES)}")
+    part = section.section("reached")
+    reached = {dtype: part.number(dtype, least=0.05, most=2.0) for dtype in BYTES if dtype in part}
+    part.done()
     device = Device(
         name=section.text("name", section.stem), peak=rates, memory=section.quantity("memory", "size"),
         memory_bandwidth=section.quantity("memory_bandwidth", "bandwidth"), matmul=_curve(section, "matmul"),
         attention=_curve(section, "attention"), vector=section.number("vector", least=0.01, most=1.0),
         kernel=section.quantity("kernel", "time"), reserved=section.quantity("reserved", "size"),
+        reached=reached,
         power=section.quantity("power", "power", 0.0), price=section.quantity("price", "price", 0.0))
     section.text("description", "")
     section.done()
@@ -126,7 +132,8 @@ def _level(section: Section) -> Level:
         section.fail("technologies", f"names must differ, got {', '.join(names)}")
     level = Level(
         name=name, count=section.count("count"), bandwidth=section.quantity("bandwidth", "bandwidth"),
-        latency=section.quantity("latency", "time"), oversubscription=section.number("oversubscription", 1.0, least=1.0),
+        latency=section.quantity("latency", "time"),
+        oversubscription=section.number("oversubscription", 1.0, least=1.0),
         sharing=section.choice("sharing", ("device", "unit"), "device"),
         loss=section.number("loss", 0.0, most=0.5), distance=section.quantity("distance", "distance", 0.0),
         domain=section.flag("domain", False), messages=_curve(section, "messages", 1.0),
@@ -183,11 +190,10 @@ def _device_of(section: Section, key: str, raw: object, known: dict[str, Device]
     if base is None:
         return _device(part)
     device = _device_of(section, key, part.text("like"), known)
-    changed = {"name": part.text("name", device.name)}
-    extra: dict[str, float] = {}
+    extra: dict[str, Any] = {"name": part.text("name", device.name)}
     for field_name, kind in (("memory", "size"), ("memory_bandwidth", "bandwidth"), ("kernel", "time"),
                              ("reserved", "size"), ("power", "power"), ("price", "price")):
         if field_name in part:
             extra[field_name] = part.quantity(field_name, kind)
     part.done()
-    return replace(device, **changed, **extra)
+    return replace(device, **extra)

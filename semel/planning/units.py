@@ -72,5 +72,6 @@ def text(value: float, kind: str) -> str:
     return f"{value / scale:.4g} {unit}"
 
 
-BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5, "int4": 0.5}
+BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5,
+         "int4": 0.5}
 """Bytes of one number of a dtype."""

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from semel.planning.cluster import Cluster
+    from semel.planning.job import Job
+    from semel.planning.layout import Layout
 
 
 class Infeasible(ValueError):
@@ -13,9 +19,19 @@ class Infeasible(ValueError):
     ``change`` the smallest change that helps.
     """
 
-    def __init__(self, reason: str, term: str = "", over_by: float = 0.0, change: str = "") -> None:
-        super().__init__(f"{reason}; {change}" if change else reason)
-        self.reason, self.term, self.over_by, self.change = reason, term, over_by, change
+    def __init__(self, reason: str, term: str = "", over_by: float = 0.0, change: str | Callable[[], str] = "") -> None:
+        super().__init__(reason)
+        self.reason, self.term, self.over_by = reason, term, over_by
+        self._change = change
+
+    @property
+    def change(self) -> str:
+        if not isinstance(self._change, str):
+            self._change = self._change()  # looked for when somebody asks: a search raises thousands of these
+        return self._change
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.change}" if self.change else self.reason
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,8 @@ class Chunk:
     """Bytes held between forward and backward of one micro-batch."""
     peak: float
     """Bytes on top while an operation runs: recomputed layer, logits, gathered layer."""
+    update: float = 0.0
+    """Seconds of the optimizer at the end of the step."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +96,27 @@ class Workload:
     """Model FLOPs of a step without recompute, for MFU."""
     peak_flops: float
     """FLOP/s of all devices together in the job's dtype."""
+
+
+def workload(cluster: Cluster, job: Job, layout: Layout) -> Workload:
+    """What one step of ``job`` consists of when it is laid over ``cluster`` like this.
+
+    Raises Infeasible for counts that do not divide and for what does not fit into a device's memory; KeyError for
+    technologies or dtypes that the cluster does not have.
+    """
+    from semel.planning.memory import check, smallest_change
+
+    work = unchecked(cluster, job, layout)
+    check(work, layout, lambda: smallest_change(cluster, job, layout))
+    return work
+
+
+def unchecked(cluster: Cluster, job: Job, layout: Layout) -> Workload:
+    """The same, however much memory it takes."""
+    from semel.planning.job import Transformer
+    from semel.planning.tables import recommender_workload
+    from semel.planning.transformer import transformer_workload
+
+    if isinstance(job, Transformer):
+        return transformer_workload(cluster, job, layout)
+    return recommender_workload(cluster, job, layout)
