@@ -117,7 +117,8 @@ def step(load: np.ndarray, computation: float, forward: float, volume: Volume, e
         for phase, before in (("forward", ("backward", number - 1)), ("backward", ("forward", number))):
             follows[phase, number] = [(one.name, number) for one in sent.values() if one.blocks == phase]
             follows[phase, number] += [before] if before[1] >= 0 else []
-    tasks, at = Tasks(), {}
+    tasks = Tasks()
+    at: dict[tuple[str, int], int] = {}
     try:
         order = list(TopologicalSorter(follows).static_order())
     except CycleError as error:
