@@ -78,6 +78,13 @@ def test_weights_at_the_start():
     assert (late.op_start[0], late.seconds) == (3.0, 19.0)
 
 
+def test_the_optimizer_comes_last():
+    every = transfer("dp", "all_reduce", 4.0, "end", hidden=False)
+    one = Chunk(1.0, 1.0, 1.0, (every,), None, 0, 0, 0, 1, 0, update=2.5)
+    trace = simulate(Workload((one,), 1, 1, 4, LINK, 1e3, 1.0, 1.0), schedule("1f1b", 1, 4))
+    assert (trace.seconds, trace.busy[0], sum(trace.bubble.values())) == (12 + 4 + 2.5, 14.5, 4.0)
+
+
 def test_two_buildings_by_hand():
     """Two stages, 3 s apart, F = 1, B = 2. Device 0: F0 F1, then B0 comes at 7 + 3 and B1 at 10 + 3; device 1: F0 at
     4."""
