@@ -6,8 +6,8 @@ Four processes (gloo) stand for four devices, two in each of two buildings. A mo
 micro-batches a step; each micro-batch takes 120 ms forward, 120 ms backward for its inputs and 120 ms for its weights
 through the whole model: timed sleep, since two cores would measure their scheduler otherwise. Each device has a token
 bucket for each level, inside its building and between the buildings: a message leaves when those before it have left,
-at the bucket's rate, and arrives its latency later; sums over replicas are real all-reduces of gloo, which begin when the
-last replica joins. ``--scale`` stretches all times.
+at the bucket's rate, and arrives its latency later (gloo carries it, the receiver waits for the stamped time); sums
+over replicas are all-reduces of gloo, which begin when the last replica joins. ``--scale`` stretches all times.
 
 Plans: which axis crosses between the buildings (pipeline, replicas, or both), schedule, whether sends hold the device,
 whether gradients are summed bucket by bucket. Of all that are tried those are run whose predicted steps differ by at

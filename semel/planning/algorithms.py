@@ -3,9 +3,9 @@ are alike and free, and what the links at hand make of them where not.
 
 Each function adds its messages to ``tasks`` and returns, for each rank, the task after which the rank is done.
 ``ready`` has one task a rank that its part follows, or is empty. ``bytes``: of the whole vector on each rank (reduce,
-gather), or what a rank sends in total (all-to-all). A rank's message loads ``(rank, "out")`` of the sender and ``(rank, "in")`` of
-the receiver, each link for itself: full duplex; ``path(a, b)`` names more links in between (an uplink that others
-share). ``latency(a, b)`` is in seconds.
+gather), or what a rank sends in total (all-to-all). A message loads ``(sender, "out")`` and ``(receiver, "in")``, each
+link for itself: full duplex; ``path(a, b)`` names more links in between (an uplink that others share).
+``latency(a, b)`` is in seconds.
 """
 
 from __future__ import annotations

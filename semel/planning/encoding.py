@@ -49,6 +49,11 @@ def computation(work: Workload) -> np.ndarray:
                      for one in work.chunks], np.float64)
 
 
+def updates(work: Workload, plan: Schedule) -> np.ndarray:
+    """[devices] seconds of the optimizer, after all else of the step."""
+    return np.bincount(plan.placement, [chunk.update for chunk in work.chunks], plan.devices)
+
+
 def table(work: Workload, plan: Schedule) -> tuple[list[Transfer], dict[tuple[int, int, int], list[int]], list[int]]:
     """(transfers, (chunk, kind, role) -> which of them in order, send of each chunk or -1). Under a schedule that
     exchanges every so many steps, what data-parallel replicas exchange at start and end is that much less a step."""

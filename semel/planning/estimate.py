@@ -54,9 +54,13 @@ class _Times:
     """Transfers once a step."""
     tail: float
     """The longest part of ``end`` that begins when the last backward ends."""
+    replicas: tuple[float, float]
+    """Of ``start`` and ``end``, what is over dp."""
     start_hidden: bool
     end_hidden: bool
     send: float
+    blocks: float
+    """``send`` where it is in line: the device waits for it."""
     loads: list[tuple[str, float, float]]
     """(link, bytes a micro-batch, bytes a step)."""
 
@@ -95,7 +99,8 @@ def estimate(work: Workload, layout: Layout) -> Estimate:
     kinds: dict[tuple[int, ...], _Device] = {}  # inner devices are alike
     devices: list[_Device] = []
     for indices in held:
-        key = tuple(id(work.chunks[index]) for index in indices)
+        key = tuple([id(work.chunks[index]) for index in indices]
+                    + [id(work.chunks[index - 1]) if index and times[index - 1].blocks else 0 for index in indices])
         if key not in kinds:
             kinds[key] = _device(work, layout, times, indices)
         devices.append(kinds[key])
@@ -139,20 +144,22 @@ class _Device:
 def _device(work: Workload, layout: Layout, times: list[_Times], indices: list[int]) -> _Device:
     mine, chunks = [times[index] for index in indices], [work.chunks[index] for index in indices]
     start, end = sum(each.start for each in mine), sum(each.end for each in mine)
-    once = 1.0
-    if layout.schedule == "local":
+    once, tail = 1.0, max(each.tail for each in mine)
+    if layout.schedule == "local":  # what replicas exchange, they exchange every so many steps
         once = 1.0 / LOCAL_STEPS
-        start, end = start * once, end * once
+        start -= (1 - once) * sum(each.replicas[0] for each in mine)
+        end -= (1 - once) * sum(each.replicas[1] for each in mine)
+        tail = min(tail, end)
     if all(each.start_hidden for each in mine):  # beside one micro-batch
         start = max(0.0, start - sum(each.forward for each in mine))
     if all(each.end_hidden for each in mine):
-        end = max(max(each.tail for each in mine) * once, end - sum(each.backward for each in mine))
+        end = max(tail, end - sum(each.backward for each in mine))
     loads: dict[str, float] = {}
     for each in mine:
         for name, often, once_a_step in each.loads:
             loads[name] = loads.get(name, 0.0) + often * work.microbatches + once_a_step * once
     return _Device(
-        sum(each.busy for each in mine),
+        sum(each.busy + each.blocks for each in mine) + sum(times[index - 1].blocks for index in indices if index),
         sum(each.least_forward + each.least_backward for each in mine), sum(each.least_weight for each in mine),
         sum(chunk.forward + chunk.backward_input + chunk.backward_weight for chunk in chunks), start, end,
         sum(chunk.update for chunk in chunks),
@@ -179,11 +186,14 @@ def _measure(chunk: Chunk, links: Mapping[str, float], kind: str) -> _Times:
     beside = {"forward": 0.0, "backward": 0.0, "any": 0.0}
     start = end = tail = longest = 0.0
     start_hidden = end_hidden = True
+    replicas = [0.0, 0.0]
     parts: list[tuple[str, tuple[str, str], float]] = []
     for transfer in chunk.transfers:
         took, level = alone(transfer, links)
         took *= transfer.count
         phase = transfer.phase
+        if phase in ("start", "end") and transfer.axis == "dp":
+            replicas[phase == "end"] += took
         if phase == "start":
             start += took
             start_hidden = start_hidden and transfer.hidden
@@ -225,7 +235,8 @@ def _measure(chunk: Chunk, links: Mapping[str, float], kind: str) -> _Times:
         for name, size in transfer.loads:
             into[name] = into.get(name, 0.0) + size * transfer.count
     return _Times(busy, forward + in_forward + over["forward"], backward + in_backward + over["backward"], weight,
-                  *least, exposed, start, end, tail, start_hidden, end_hidden, send,
+                  *least, exposed, start, end, tail, (replicas[0], replicas[1]), start_hidden, end_hidden, send,
+                  send if chunk.send is not None and not chunk.send.hidden else 0.0,
                   [(name, often.get(name, 0.0), once.get(name, 0.0)) for name in {**often, **once}])
 
 

@@ -286,7 +286,9 @@ class _State:
         chosen = {min(orders, key=lambda order, want=want: sum(  # type: ignore[misc]
             abs(order.index(axis) - at) for at, axis in enumerate(a for a in want if a in order)), default=())
             for want in wanted}
-        for name, chunks in pipelines[:2]:
+        # One that is plain, and one that holds little and hardly waits.
+        tried = dict.fromkeys([*pipelines[:1], *(pair for pair in pipelines if pair[0] in ("zb_v", "dualpipe_v"))][:2])
+        for name, chunks in [*tried, *(pair for pair in pipelines if pair not in tried)][:2]:
             for order in sorted(chosen):
                 layout = space.layout(shape, order, name, chunks, network, {})
                 yield layout

@@ -65,7 +65,7 @@ def _library(kind: str) -> list[Path]:
 def open_section(kind: str, source: str | Path | Mapping) -> Section:
     """The top of a planning file: of a path, a ready name, or a mapping parsed elsewhere."""
     if isinstance(source, Mapping):
-        return Section(_like(kind, dict(source)), kind.rstrip("s"), "")
+        return Section(_like(kind, dict(source)), kind.rstrip("s"), str(source.get("like", "")))
     path = find(kind, source)
     place = str(path) if path.parent != LIBRARY / kind else path.stem
     return Section(_like(kind, read_toml(path)), place, path.stem)

@@ -11,8 +11,8 @@ AXES = ("tp", "cp", "ep", "pp", "dp", "fsdp", "table")
 """Tensor, context, expert, pipeline, data, fully sharded data parallel, and table sharding. Sequence parallelism goes
 with ``tp``; HSDP is ``dp`` over groups of ``fsdp``."""
 
-V_SHAPED = ("zb_v", "dualpipe_v")
-"""Schedules whose second chunk of the model runs back from the last device to the first."""
+V_SHAPED = ("zb_v", "dualpipe_v", "greedy")
+"""Schedules that lay two chunks there and back: the second from the last device to the first."""
 
 
 @dataclass(frozen=True)

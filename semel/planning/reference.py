@@ -113,7 +113,7 @@ def run(work: Workload, plan: Schedule) -> tuple[list[list[tuple[float, float]]]
             if plan.placement[chunk] == d:
                 for index in lists.get((chunk, 0, streams.AT_END_IN_LINE), []):
                     end = issue(index, end)
-        ends[d] = end
+        ends[d] = end + sum(chunk.update for chunk, on in zip(work.chunks, plan.placement, strict=True) if on == d)
 
     arrived = {("F", 0, microbatch): 0.0 for microbatch in range(plan.count)}
     times: list[list[tuple[float, float]]] = [[] for _ in range(plan.devices)]

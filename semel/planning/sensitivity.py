@@ -252,7 +252,7 @@ class FlipMap:
 
 def flip_map(plans: Sequence[Plan], usual: Plan | None, options: Options, *,
              distances: Sequence[float] = (0.0, 1e4, 4e4, 1e5, 1e6), ratios: Sequence[float] = (1.0, 2.8, 7.0, 16.0),
-             nodes: int = 400, simulations: int = 6, progress: Any = None) -> FlipMap:
+             nodes: int = 200, simulations: int = 4, progress: Any = None) -> FlipMap:
     """A short search at each point, begun from ``plans``."""
     cluster, job = plans[0].cluster, plans[0].job
     name = cluster.levels[-1].name

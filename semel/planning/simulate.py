@@ -11,7 +11,7 @@ import numpy as np
 
 from semel.planning import encoding, streams
 from semel.planning.schedules import KINDS, Op, Schedule
-from semel.planning.workload import Transfer, Workload
+from semel.planning.workload import Chunk, Transfer, Workload
 
 
 class OpRun(NamedTuple):
@@ -59,10 +59,11 @@ class Trace:
 
     @cached_property
     def busy(self) -> np.ndarray:
-        """[devices] seconds of computation."""
+        """[devices] seconds of computation, the optimizer's with it."""
         plan = self.schedule
         each = encoding.computation(self.work)[plan.chunks, plan.kinds]
-        return np.array([each[a:b].sum() for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)])
+        return encoding.updates(self.work, plan) + np.array(
+            [each[a:b].sum() for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)])
 
     @property
     def bubble_share(self) -> float:
@@ -80,9 +81,9 @@ class Trace:
         what others wait for in consequence. Adds up to ``seconds`` - mean ``busy``."""
         quiet = replace(self.work, chunks=tuple(replace(chunk, transfers=(), send=None) for chunk in self.work.chunks))
         without = _seconds(quiet, self.schedule) if self.table else self.seconds
-        forward, backward_input, backward_weight = np.mean([_durations(chunk) for chunk in quiet.chunks], 0).tolist()
+        forward, backward_input, weight, update = np.mean([_durations(chunk) for chunk in quiet.chunks], 0).tolist()
         even = replace(quiet, chunks=tuple(
-            replace(chunk, forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+            replace(chunk, forward=forward, backward_input=backward_input, backward_weight=weight, update=update)
             for chunk in quiet.chunks))
         ideal = without if len({_durations(chunk) for chunk in quiet.chunks}) == 1 else min(
             _seconds(even, self.schedule), without)
@@ -186,6 +187,7 @@ def simulate(work: Workload, plan: Schedule) -> Trace:
     if not streams.run(program):
         raise ValueError(f"{plan.name} comes to a standstill: schedules.check says where")
     operations, devices = program.operations, program.devices
+    devices["end"] += encoding.updates(work, plan)
     seconds = float(devices["end"].max())
     at_work = devices[devices["first"] < devices["stop"]]
     span = at_work["end"] - operations["start"][at_work["first"]]
@@ -213,11 +215,11 @@ def hints(work: Workload) -> dict[str, Any]:
             "limit": None if fits >= work.microbatches * each else max(fits, each)}
 
 
-def _durations(chunk: Any) -> tuple[float, float, float]:
-    return chunk.forward, chunk.backward_input, chunk.backward_weight
+def _durations(chunk: Chunk) -> tuple[float, ...]:
+    return chunk.forward, chunk.backward_input, chunk.backward_weight, chunk.update
 
 
 def _seconds(work: Workload, plan: Schedule) -> float:
     program = encoding.program(work, plan)[2]
     streams.run(program)
-    return float(program.devices["end"].max())
+    return float((program.devices["end"] + encoding.updates(work, plan)).max())

@@ -48,7 +48,7 @@ def cases(draw):
                         draw(st.booleans()))
         seconds = draw(st.tuples(*[st.integers(1, 6).map(float)] * 3))
         chunks.append(Chunk(*seconds, tuple(draw(st.lists(transfers(links), max_size=4))), send, 3.0, 2.0, 1.0, 1.0,
-                            0.5))
+                            0.5, draw(st.sampled_from([0.0, 1.5]))))
     work = Workload(tuple(chunks), stages * 8, stages, laps * stages,
                     {link: draw(st.integers(1, 8).map(float)) for link in links}, 1e9, 1.0, 1.0)
     return work, schedule(name, stages, laps * stages, each, send=draw(st.sampled_from([0.0, 2.0])))

@@ -195,7 +195,8 @@ def flip_map(distances: Sequence[float], ratios: Sequence[float], winners: Seque
         "type": "heatmap", "x": [_kilometres(one) for one in distances], "y": [f"1:{ratio:g}" for ratio in ratios],
         "z": z,
         "zmin": -0.5, "zmax": len(names) - 0.5, "colorscale": edges, "text": labels, "texttemplate": "%{text}",
-        "textfont": {"color": "#ffffff", "size": 12}, "customdata": texts, "xgap": 3, "ygap": 3, "showscale": False,
+        "textfont": {"color": "var(--paper)", "size": 12}, "customdata": texts, "xgap": 3, "ygap": 3,
+        "showscale": False,
         "hovertemplate": "%{x}, %{y}<br>%{customdata}<extra></extra>"}]
     data += [{"type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": name, "hoverinfo": "skip",
               "marker": {"symbol": "square", "size": 12, "color": color}}
