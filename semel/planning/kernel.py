@@ -18,4 +18,5 @@ def kernel(function: Any) -> Any:
 def inner(function: Any) -> Any:
     """The same for what only other kernels call: without the code that Python would call it through, it compiles in
     half the time."""
-    return numba.njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    njit: Any = numba.njit  # its declared types do not know the last two
+    return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
