@@ -1,6 +1,7 @@
 """Retrieval: the best of the whole catalogue, exactly, with filters and caps, and never behind the catalogue."""
 
 import sys
+import threading
 import time
 
 import numpy as np
@@ -181,6 +182,35 @@ def test_a_new_item_is_found_by_the_next_request_and_not_before_its_time(tmp_pat
         assert ids() == {*range(20)} - {3}
         predictor.catalogue.compact()
         assert ids() == {*range(20)} - {3}
+
+
+def test_each_finds_its_own_items_while_others_add_theirs(tmp_path):
+    for handle in make_store(tmp_path / "store"):
+        handle.close()
+    save_next_item(tmp_path / "run")
+    failed = []
+
+    def add(predictor, number):
+        try:
+            mine = set()
+            for turn in range(12):
+                item = 1000 * (number + 1) + turn
+                predictor.catalogue.append(pa.table({
+                    "item_id": [item], "event_time": [0], "title": ["x"], "genres": ["war"],
+                    "year": pa.array([2000], pa.int32())}))
+                mine.add(item)
+                found = [one for one, _ in predictor.retrieve(number, 500).results]
+                assert mine <= set(found) and len(found) == len(set(found))
+        except Exception as error:  # in a thread nobody would hear of it
+            failed.append(error)
+
+    with Predictor.load(tmp_path / "run", tmp_path / "store", mode="a", log_exposures=False) as predictor:
+        threads = [threading.Thread(target=add, args=(predictor, number)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(100)
+        assert failed == [] and len(predictor.retrieve(1, 500).results) == 20 + 4 * 12
 
 
 def test_rows_that_are_newer_than_the_request_are_not_read(tmp_path):
