@@ -7,7 +7,22 @@ from typing import Annotated
 
 import typer
 
-from semel.cli import compact, demo, erase, evaluate, export, info, ingest, models, replay, report, serve, shadow, train
+from semel.cli import (
+    compact,
+    demo,
+    erase,
+    evaluate,
+    export,
+    info,
+    ingest,
+    models,
+    replay,
+    report,
+    serve,
+    shadow,
+    skew,
+    train,
+)
 from semel.cli.errors import Verbs
 
 # ``torchrun -m semel.cli.train``: that the package knows the module already is no news to anybody.
@@ -54,6 +69,7 @@ app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("rollback")(models.rollback)
 app.command("replay")(replay.replay)
+app.command("skew")(skew.skew)
 app.command("report")(report.report)
 app.command("info")(info.info)
 

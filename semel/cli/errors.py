@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -20,7 +21,7 @@ INTERRUPTED = 128 + signal.SIGINT
 class Verbs(TyperGroup):
     """The group of all verbs. Ends the process with 0, 1 (a bug: with its traceback), 2 (bad input) or 130 (Ctrl-C)."""
 
-    FOLDERS_ONLY = ("ingest", "train", "evaluate", "serve", "replay", "report", "demo", "info")
+    FOLDERS_ONLY = ("ingest", "train", "evaluate", "serve", "replay", "skew", "report", "demo", "info")
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         standalone = kwargs.pop("standalone_mode", True)
@@ -55,7 +56,10 @@ class Verbs(TyperGroup):
 def refuse_buckets(words: list[str], folders_only: tuple[str, ...]) -> None:
     """Some verbs write beside the store, which a bucket cannot take: ValueError, before a path is made of a URL."""
     verb = next((word for word in words if not word.startswith("-")), "")
-    for word in words if verb in folders_only else words[-1:] if verb == "export" else []:
+    looked_at = words if verb in folders_only else words[-1:] if verb == "export" else []
+    for before, word in pairwise(["", *looked_at]):
+        if before == "--memory" or word.startswith(("--memory=", "memory.url=")):
+            continue  # item rows travel through buckets
         if re.match(r"(s3a?|gs|az|abfss?|adl|r2|memory)://", word.partition("=")[2] or word):
             raise ValueError(f"{word}: {verb} writes to folders only; a store in a bucket is made and appended to from "
                              "Python (docs/object-storage.md)")
@@ -73,7 +77,7 @@ def line_of(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return _one_line(f"{where}{error.strerror}")
-    if isinstance(error, (ValueError, OSError, KeyError, _store_error())):
+    if isinstance(error, (ValueError, OSError, KeyError, _store_error(), *_memory_errors())):
         return _one_line(str(error)) or type(error).__name__
     return None
 
@@ -81,6 +85,12 @@ def line_of(error: BaseException) -> str | None:
 def _store_error() -> type[BaseException]:
     history = sys.modules.get("semel.history")  # a store that was never imported raised nothing
     return getattr(history, "StoreError", KeyError)
+
+
+def _memory_errors() -> tuple[type[BaseException], ...]:
+    """What another trainer's publishing, or a log of deltas with a hole, raises."""
+    memory = sys.modules.get("semel.memory.subscriber")
+    return (memory.DeltaGap, sys.modules["semel.memory.publisher"].Fenced) if memory is not None else ()
 
 
 def _one_line(text: str) -> str:

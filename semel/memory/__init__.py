@@ -8,6 +8,7 @@ _HOME = {
     "MemoryLayer": "layer", "pool": "layer",
     "FoldedMemory": "folded",
     "QuantizedMemory": "quantized",
+    "ShardedMemory": "sharded",
     "CorruptDelta": "delta",
     "DeltaPublisher": "publisher", "Fenced": "publisher",
     "DeltaGap": "subscriber", "DeltaSubscriber": "subscriber", "MemoryHistory": "subscriber",
@@ -15,7 +16,8 @@ _HOME = {
 }
 
 __all__ = ["Changes", "CorruptDelta", "DeltaGap", "DeltaPublisher", "DeltaSubscriber", "Fenced", "FoldedMemory",
-           "ItemMemory", "MemoryHistory", "MemoryLayer", "Position", "QuantizedMemory", "Rows", "memory_at", "pool"]
+           "ItemMemory", "MemoryHistory", "MemoryLayer", "Position", "QuantizedMemory", "Rows", "ShardedMemory",
+           "memory_at", "pool"]
 
 if TYPE_CHECKING:
     from semel.memory.delta import CorruptDelta
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from semel.memory.layer import MemoryLayer, pool
     from semel.memory.publisher import DeltaPublisher, Fenced
     from semel.memory.quantized import QuantizedMemory
+    from semel.memory.sharded import ShardedMemory
     from semel.memory.subscriber import DeltaGap, DeltaSubscriber, MemoryHistory, Position, memory_at
     from semel.memory.table import Changes, ItemMemory, Rows
 

@@ -1,6 +1,7 @@
 """Where a log of deltas lies: named records that are written once, each whole or not at all.
 
-A folder, or object storage through obstore (S3, Google Cloud Storage, Azure: any URL that it knows).
+A folder, object storage through obstore (S3, Google Cloud Storage, Azure: any URL that it knows), or a Redis or Valkey
+server (``semel.memory.redis_sink``).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any, Protocol
+
+from semel.memory.redis_sink import SCHEMES, RedisSink
 
 
 class Sink(Protocol):
@@ -134,7 +137,7 @@ _OBJECTS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "h
 
 
 def open_sink(url: str | Path) -> Sink:
-    """A folder for a path (or ``file://``), object storage for a URL. ValueError for a scheme that is neither."""
+    """A folder for a path (or ``file://``), object storage or a server for a URL. ValueError for another scheme."""
     text = str(url)
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -143,4 +146,6 @@ def open_sink(url: str | Path) -> Sink:
         return FolderSink(rest)
     if scheme in _OBJECTS:
         return ObjectSink(text)
-    raise ValueError(f"{text}: unknown scheme {scheme!r}; give a folder, or one of {', '.join(_OBJECTS)}")
+    if scheme in SCHEMES:
+        return RedisSink(text)
+    raise ValueError(f"{text}: unknown scheme {scheme!r}; give a folder, or one of {', '.join([*_OBJECTS, *SCHEMES])}")

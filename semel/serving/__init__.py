@@ -24,18 +24,21 @@ _HOME = {
     "RetrieveRequest": "semel.serving.requests",
     "ScoredItem": "semel.serving.results",
     "ServerError": "semel.serving.client",
+    "SkewReport": "semel.serving.skews",
     "StageCost": "semel.serving.results",
     "StageSize": "semel.serving.requests",
     "VersionWatch": "semel.serving.versions",
     "create_app": "semel.serving.server",
     "replay": "semel.serving.replays",
     "run_server": "semel.serving.process",
+    "skew": "semel.serving.skews",
 }
 
 __all__ = [
     "AsyncClient", "Client", "Diversity", "Filters", "InvalidRequest", "NonFiniteScore", "Overloaded", "Pointer",
     "Predictor", "RankRequest", "RankResult", "RecommendRequest", "RecommendResult", "ReplayReport", "RetrieveRequest",
-    "ScoredItem", "ServerError", "StageCost", "StageSize", "VersionWatch", "create_app", "replay", "run_server",
+    "ScoredItem", "ServerError", "SkewReport", "StageCost", "StageSize", "VersionWatch", "create_app", "replay",
+    "run_server", "skew",
 ]
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from semel.serving.requests import Diversity, Filters, RecommendRequest, RetrieveRequest, StageSize
     from semel.serving.results import Pointer, RankRequest, RankResult, RecommendResult, ScoredItem, StageCost
     from semel.serving.server import create_app
+    from semel.serving.skews import SkewReport, skew
     from semel.serving.versions import VersionWatch
 
 

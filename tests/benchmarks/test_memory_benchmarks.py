@@ -36,3 +36,11 @@ def test_skew() -> None:
     assert served["memory"]["coverage"] == 1.0 > served["frozen"]["coverage"]
     assert all(0 < one["ne"] < 2 for one in served.values())
     assert result["tower_rows"]["memory"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_loop_through_a_server() -> None:
+    result = printed("benchmarks.memory_loop", "--seconds", "6", "--every", "3")
+    assert 0 < result["rows"]["p50"] <= result["rows"]["p99"] and result["coverage"] == 1.0
+    assert result["replay"]["exact"] and result["replay"]["bit_equal"] == result["replay"]["requests"] > 0

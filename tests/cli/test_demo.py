@@ -158,6 +158,9 @@ def done(tmp_path):
                      "ratio": 120.0, "max_difference": 1e-7},
         "waited": {"ranks": 2, "requests": 4, "batches": 1, "idle": {"as they come": 0.25, "balanced": 0.01},
                    "loads": {"as they come": [4.0, 2.0], "balanced": [3.0, 3.0]}},
+        "embedded": {"items": 40, "requests": 3, "coverage": 1.0, "found": 0.98, "fresh_p50_s": 0.8, "fresh_p99_s": 1.4,
+                     "trained_ne": 0.9123, "served_ne": 0.9234, "skew": 0.0111, "inexact": 0.0, "staleness": 0.0111,
+                     "largest": 0.0, "seconds": 9.0},
         "latencies_ms": [1.0, 1.5, 2.0], "inside_ms": {"queue": 0.1, "history": 0.2, "features": 0.1, "model": 0.4},
         "replay": {"requests": 3, "histories_equal": 3, "bit_equal": 3, "max_difference": 0.0, "served_ne": 0.9,
                    "replayed_ne": 0.9, "labelled": 6},
@@ -167,7 +170,8 @@ def done(tmp_path):
 
 def test_the_result_has_the_promised_keys(done):
     result = closing.result(done)
-    assert [result[key] for key in ("embedded", "planned")] == [None] * 2
+    assert result["planned"] is None
+    assert {"coverage", "fresh_p50_s", "skew"} <= set(result["embedded"])
     assert {"ranks", "idle", "loads"} <= set(result["waited"])
     assert {"stored", "computed", "quality", "served", "replay", "seconds"} <= set(result)
     assert {"once_ms", "per_candidate_ms", "max_difference"} <= set(result["computed"])
@@ -187,5 +191,6 @@ def test_the_table_shows_ours_beside_the_others(done, capsys):
     closing.show(done, closing.result(done))
     text = capsys.readouterr().out
     for word in ("fat rows", "popularity", "0.8800", "p50 1.0 ms", "7.5 ms a request", "900 ms", "3 of 3 histories",
+                 "100% of candidates scored", "0.9234",
                  "report.html"):
         assert word in text

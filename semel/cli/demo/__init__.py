@@ -37,6 +37,7 @@ def demo(
 def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
     from semel.cli.demo import (
         computing,
+        embedding,
         evaluating,
         examples,
         ingesting,
@@ -57,6 +58,7 @@ def _steps() -> list[tuple[str, Callable[[Demo], None]]]:
         ("a request computed once", computing.step),
         ("a batch balanced over trainers", waiting.step),
         ("replay", replaying.step),
+        ("items embedded once", embedding.step),
     ]
 
 

@@ -14,7 +14,7 @@ from semel.cli.demo.state import Demo
 if TYPE_CHECKING:
     from semel.cli.report.page import Page
 
-LATER = ("embedded", "planned")
+LATER = ("planned",)
 """Parts of Semel that are still to come; their place in the result is null."""
 
 
@@ -26,6 +26,7 @@ def result(demo: Demo) -> dict[str, Any]:
         "stored": demo.facts["stored"],
         "computed": demo.facts["computed"],
         "waited": demo.facts["waited"],
+        "embedded": demo.facts["embedded"],
         **dict.fromkeys(LATER),
         "quality": demo.facts["quality"],
         "served": demo.facts["served"],
@@ -51,8 +52,8 @@ def write_files(demo: Demo, facts: dict[str, Any]) -> None:
 
 def show(demo: Demo, facts: dict[str, Any]) -> None:
     """The closing table, on stdout."""
-    stored, served, computed, waited, replay = (facts[name] for name in (
-        "stored", "served", "computed", "waited", "replay"))
+    stored, served, computed, waited, replay, embedded = (facts[name] for name in (
+        "stored", "served", "computed", "waited", "replay", "embedded"))
     fat = {name: value for name, value in stored["fat_rows_by_layout"].items() if "last" in name}
     rows = [["stored", f"{output.size(stored['bytes'])} store and pointers", "fat rows:\n" + "\n".join(
         f"{output.size(value)} {name}" for name, value in fat.items())]]
@@ -70,6 +71,9 @@ def show(demo: Demo, facts: dict[str, Any]) -> None:
          f"{computed['max_difference']:.1g}"],
         ["wait never", f"{waited['ranks']} trainers wait {waited['idle']['balanced']:.2%} of a step for the slowest",
          f"{waited['idle']['as they come']:.1%} with requests\nas they come"],
+        ["embed once", f"{embedded['coverage']:.0%} of candidates scored, a row visible after "
+         f"{embedded['fresh_p50_s']:.1f} s", f"{1 - embedded['found']:.1%} of candidates without a row;\nNE trained "
+         f"{embedded['trained_ne']:.4f}, served {embedded['served_ne']:.4f}"],
         ["replay", f"{replay['histories_equal']:,} of {replay['requests']:,} histories equal",
          f"largest difference of a score: {replay['max_difference']:g}"],
         ["time", f"{facts['seconds']:.0f} s in all", f"{facts['training']['rank']['seconds']:.0f} s + "
