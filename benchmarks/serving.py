@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving [--requests 300] [--json serving.json]
     python -m benchmarks.serving sharing [--seconds 8] [--history 1024] [--json sharing.json]
-    python -m benchmarks.serving retrieval [--items 16384 131072 1048576] [--limits 500 16384] [--rounds 50] [--json F]
+    python -m benchmarks.serving retrieval [--items 16384 131072 1048576] [--limits 500 16384] [--rounds 50] \
+        [--faiss HNSW32] [--json F]
     python -m benchmarks.serving swap [--seconds 30] [--json swap.json]
 
 Models are untrained: weights do not change the time. Run it on an idle machine.
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--history", type=int, default=1024)
     parser.add_argument("--items", type=int, nargs="+", default=[16384, 131072, 1048576])
     parser.add_argument("--limits", type=int, nargs="+", default=[500, 16384])
+    parser.add_argument("--faiss", help="of retrieval: an index to compare with, such as HNSW32")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -223,7 +225,7 @@ def main() -> None:
 
         found = sharing(arguments.seconds, arguments.history) if arguments.what == "sharing" else \
             swap(arguments.seconds) if arguments.what == "swap" else \
-            retrieval(arguments.items, arguments.limits, arguments.rounds)
+            retrieval(arguments.items, arguments.limits, arguments.rounds, arguments.faiss)
         {"sharing": show_sharing, "retrieval": show_retrieval, "swap": show_swap}[arguments.what](found)
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1))

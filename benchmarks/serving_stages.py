@@ -56,9 +56,10 @@ def whole(artifact: Any, batch: Any, ids: Any, limit: int) -> Any:
         return ids[best.indices], best.values
 
 
-def retrieval(sizes: list[int], limits: list[int], rounds: int) -> dict[str, Any]:
+def retrieval(sizes: list[int], limits: list[int], rounds: int, faiss: str | None = None) -> dict[str, Any]:
     """Rows of milliseconds: ``retrieve`` (all of it, exposure included), its scan, and ``whole`` with the same history
-    read and encoded, interleaved; and where no item's row is cached, of an append and the retrieval after it."""
+    read and encoded, interleaved; the retrieval after one more item was appended; with ``faiss``, a predictor whose
+    scan FAISS goes before, and which share of the exact answer it gave."""
     import torch
 
     from semel import Predictor
@@ -77,6 +78,12 @@ def retrieval(sizes: list[int], limits: list[int], rounds: int) -> dict[str, Any
                 predictor.retrieve(0, 10)
                 first = time.perf_counter() - began
                 rows += [_retrieval(predictor, items, limit, rounds, first) for limit in limits if limit <= items]
+            if faiss is not None:
+                with Predictor.load(run, store, mode="a", faiss=faiss) as predictor:
+                    predictor.retrieval._scan(predictor.artifact).prepare()
+                    for row in rows:
+                        if row["items"] == items:
+                            row.update(_near(predictor, row["limit"], rounds))
     return {"dim": DIM, "history": HISTORY, "rounds": rounds, "rows": rows}
 
 
@@ -115,6 +122,21 @@ def _retrieval(predictor: Any, items: int, limit: int, rounds: int, first: float
             "ratio": times["whole_p50"] / times["retrieve_p50"]}
 
 
+def _near(predictor: Any, limit: int, rounds: int) -> dict[str, float]:
+    """The first stage by FAISS, its latency, and its recall against all items ranked by the same model."""
+    times, recall = [], []
+    for turn in range(rounds):
+        began = time.perf_counter()
+        result = predictor.retrieve(turn % USERS, limit)
+        times.append(1e3 * (time.perf_counter() - began))
+        scan = predictor._scan(predictor.artifact)
+        near, scan._near = scan._near, None  # the same predictor without it
+        exact = predictor.retrieve(turn % USERS, limit, as_of=result.pointer.as_of)
+        scan._near = near
+        recall.append(len({item for item, _ in exact.results} & {item for item, _ in result.results}) / limit)
+    return {"faiss_p50": float(np.median(times)), "faiss_recall": float(np.mean(recall))}
+
+
 def show_retrieval(found: dict[str, Any]) -> None:
     print(f"next-item model, width {found['dim']}, histories of {found['history']}, {found['rounds']} rounds, one "
           "thread, milliseconds; 'whole': one product over all items and topk, the same history")
@@ -125,6 +147,10 @@ def show_retrieval(found: dict[str, Any]) -> None:
               f"{row['scan_p50']:>7.2f} {row['whole_p50']:>8.2f} {row['ratio']:>5.2f}x {row['new_item_p50']:>17.2f} "
               f"{row['million_items_per_s']:>10.1f} {row['sets_equal']:>10.0%} {row['peak_growth_mb']:>8.1f} "
               f"{row['first_s']:>8.2f}")
+    for row in found["rows"]:
+        if "faiss_p50" in row:
+            print(f"FAISS before the scan, {row['items']:,} items, k {row['limit']:,}: p50 {row['faiss_p50']:.2f} ms, "
+                  f"recall {row['faiss_recall']:.1%}")
 
 
 def swap(seconds: float, clients: int = 4) -> dict[str, Any]:

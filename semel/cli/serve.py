@@ -51,7 +51,9 @@ def serve(
         if as_json:
             print(json.dumps({"url": url}), flush=True)
         else:
-            output.results().print(f"[bold]{url}[/bold]  serves {run}; {url}/docs describes it; Ctrl-C ends it",
+            beside = (("retrieves", retrieve), ("preranks", prerank))
+            stages = "".join(f", {verb} by {other}" for verb, other in beside if other is not None)
+            output.results().print(f"[bold]{url}[/bold]  serves {run}{stages}; {url}/docs describes it; Ctrl-C ends it",
                                    soft_wrap=True)
 
     output.remark(f"loading {run}")

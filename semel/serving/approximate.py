@@ -23,7 +23,7 @@ STALE = 0.1
 
 @dataclass(frozen=True)
 class _Made:
-    """``index`` over the vectors of ``blocks``, whose first place in it is ``starts``; ``numbers``: by identity."""
+    """``index`` over the vectors of ``blocks``, whose first place in it is ``starts``."""
 
     index: Any
     blocks: tuple[Block, ...]
@@ -31,8 +31,10 @@ class _Made:
 
 
 class FaissIndex:
-    """``factory``: what ``faiss.index_factory`` makes ("Flat", "HNSW32", "IVF1024,Flat"). Raises ValueError for one
-    that FAISS does not know, and where FAISS is not installed. Safe to use from several threads."""
+    """``factory``: what ``faiss.index_factory`` makes ("Flat", "HNSW32"), and behind a semicolon what
+    ``faiss.ParameterSpace`` sets ("IVF1024,Flat;nprobe=32"). HNSW looks at as many as are asked for, or more
+    (``efSearch``): with its default of 16 it would not find them. Raises ValueError for what FAISS does not know, and
+    where it is not installed. Safe to use from several threads."""
 
     def __init__(self, factory: str, dim: int):
         self.factory, self.dim = factory, dim
@@ -47,28 +49,47 @@ class FaissIndex:
         if made is None:
             with self._making:
                 made = self._made = self._made or self._make(items)
-        number_of = {id(block): number for number, block in enumerate(items.blocks)}
-        now = np.array([number_of.get(id(block), -1) for block in made.blocks], np.int64)
+        place_of = {block.number: place for place, block in enumerate(items.blocks)}
+        now = np.array([place_of.get(block.number, -1) for block in made.blocks], np.int64)
         others = sorted(set(range(len(items.blocks))) - set(now.tolist()))
         if sum(len(items.blocks[number].ids) for number in others) > max(STALE * len(items), 1024):
             self._make_later(items)
         if not len(made.blocks):
             return np.empty(0, np.int64), others
-        found = made.index.search(vector[None].astype(np.float32), min(count, made.index.ntotal))[1][0]
+        count = min(count, made.index.ntotal)
+        found = made.index.search(vector[None].astype(np.float32), count, params=self._effort(made.index, count))[1][0]
         found = found[found >= 0]
         of = np.searchsorted(made.starts, found, "right") - 1
-        there = now[of] >= 0  # a block that is gone has left its items to others
-        return items.offsets[now[of[there]]] + found[there] - made.starts[of[there]], others
+        places = [np.empty(0, np.int64)]
+        for number in np.unique(of[now[of] >= 0]).tolist():  # a block that is gone has left its items to others
+            ids = made.blocks[number].ids[found[of == number] - made.starts[number]]
+            block = items.blocks[now[number]]
+            rows = np.minimum(np.searchsorted(block.ids, ids), len(block.ids) - 1)
+            places.append(items.offsets[now[number]] + rows[block.ids[rows] == ids])  # those that have not left it
+        return np.concatenate(places), others
 
     def _new(self) -> Any:
         try:
             import faiss
         except ModuleNotFoundError:
             raise ValueError("FAISS is not installed: pip install 'semel[faiss]', or retrieve without it") from None
+        factory, _, parameters = self.factory.partition(";")
         try:
-            return faiss.index_factory(self.dim, self.factory, faiss.METRIC_INNER_PRODUCT)
+            index = faiss.index_factory(self.dim, factory, faiss.METRIC_INNER_PRODUCT)
+            if parameters:
+                faiss.ParameterSpace().set_index_parameters(index, parameters)
         except RuntimeError:
-            raise ValueError(f"FAISS makes no index of {self.factory!r}; try Flat, HNSW32 or IVF256,Flat") from None
+            raise ValueError(f"FAISS makes no index of {self.factory!r}; try Flat, HNSW32 or IVF256,Flat;nprobe=16"
+                             ) from None
+        return index
+
+    @staticmethod
+    def _effort(index: Any, count: int) -> Any:
+        import faiss
+
+        if not isinstance(index, faiss.IndexHNSW):
+            return None
+        return faiss.SearchParametersHNSW(efSearch=max(count, index.hnsw.efSearch))
 
     def _make(self, items: Items) -> _Made:
         index = self._new()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,13 +27,15 @@ EVER = int(np.iinfo(np.int64).max)
 @dataclass(frozen=True)
 class Block:
     """``ids`` [n] ascending; ``begins`` [n]: the ``event_time`` of an item's first row, from which on it can be
-    retrieved; ``payload``: what is scored, made from the newest rows, of which the last has the time ``changed``."""
+    retrieved; ``payload``: what is scored, made from the newest rows, of which the last has the time ``changed``.
+    ``number``: of the block that it was when it was made; since then items may have left it, and none came."""
 
     ids: np.ndarray
     begins: np.ndarray
     last_begin: int
     changed: int
     payload: Any
+    number: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class ItemIndex:
         self._catalogue, self._payload, self._block = catalogue, payload, block or BLOCK
         self._items = Items.of(-1, ())
         self._updating = threading.Lock()
+        self._numbers = count()
 
     def items(self) -> Items:
         """As the catalogue is now (its handle's view). The first call reads all of it; later ones what was appended."""
@@ -106,7 +110,8 @@ class ItemIndex:
                 continue
             part, times = part[there], rows.columns["event_time"]
             begins = times[rows.offsets[:-1][there]]
-            made.append(Block(part, begins, int(begins.max()), int(times.max()), self._payload(part, EVER, version)))
+            made.append(Block(part, begins, int(begins.max()), int(times.max()), self._payload(part, EVER, version),
+                              next(self._numbers)))
         return tuple(made)
 
     def _without(self, block: Block, ids: np.ndarray) -> Block:
@@ -117,7 +122,8 @@ class ItemIndex:
         keep = np.ones(len(block.ids), bool)
         keep[gone] = False
         begins = block.begins[keep]
-        return Block(block.ids[keep], begins, int(begins.max(initial=0)), block.changed, _rows(block.payload, keep))
+        return Block(block.ids[keep], begins, int(begins.max(initial=0)), block.changed, _rows(block.payload, keep),
+                     block.number)
 
 
 def _rows(payload: Any, keep: np.ndarray) -> Any:
