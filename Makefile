@@ -13,8 +13,9 @@ help:
 demo: $(VENV)/installed
 	$(BIN)/semel demo
 
+# A process a core, a file of tests at a time; each computes with one thread, or they would wait for each other.
 test: lint types
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
