@@ -2,11 +2,11 @@
 
     python -m benchmarks.planning_schedules [--stages 8] [--microbatches 64] [--latencies 0 4 16] [--json FILE]
 
-Forward, backward for the input and backward for the weights of a stage take 1 s each (of a chunk: its share); sends take
-nothing but between the two halves, where a micro-batch is under way for ``--latencies``. For each schedule: seconds of
-the step, the mean device's bubble, and the most activations (in stages) that a device holds: what hides a link costs
-memory. Then one step of 100,000 devices with traffic on every axis (64 stages x 8 chunks x 512 micro-batches and
-smaller), in CPU seconds of this process without what is compiled once a machine, and its peak memory.
+Forward, backward for the input and backward for the weights of a stage take 1 s each (of a chunk: its share); sends
+take nothing but between the two halves, where a micro-batch is under way for ``--latencies``. For each schedule:
+seconds of the step, the mean device's bubble, and the most activations (in stages) that a device holds: what hides a
+link costs memory. Then one step of 100,000 devices with traffic on every axis (64 stages x 8 chunks x 512 micro-batches
+and smaller), in CPU seconds of this process without what is compiled once a machine, and its peak memory.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def halves(name: str, stages: int, microbatches: int, chunks: int, latency: floa
         return latency if (placement[chunk] < stages // 2) != (placement[chunk + 1] < stages // 2) else 0.0
 
     sends = [away(chunk) for chunk in range(held - 1)]
-    plan = schedule(name, stages, microbatches, chunks, forward=seconds, backward_input=seconds, backward_weight=seconds,
-                    send=sends or 0.0)
+    plan = schedule(name, stages, microbatches, chunks, forward=seconds, backward_input=seconds,
+                    backward_weight=seconds, send=sends or 0.0)
     parts = tuple(Chunk(seconds, seconds, seconds, (), Transfer("pp", "send", 0.0, one, (), "forward", True), 0, 0, 0,
                         seconds, 0) for one in [*sends, 0.0])
     trace = simulate(Workload(parts, stages, stages, microbatches, {}, 1e9, 1.0, 1.0), plan)

@@ -81,17 +81,20 @@ def table(work: Workload, plan: Schedule) -> tuple[list[Transfer], dict[tuple[in
 def program(work: Workload, plan: Schedule) -> tuple[list[Transfer], list[tuple[str, str]], streams.Program]:
     """(transfers, (axis, level) of each key, the step). Raises ValueError for what no step can have."""
     names = list(work.links)
-    for chunk in work.chunks:
+    for chunk in {id(chunk): chunk for chunk in work.chunks}.values():
         for transfer in (*chunk.transfers, *([chunk.send] if chunk.send else [])):
             _check(transfer, names)
     found, by_op, sends = table(work, plan)
     keys: dict[tuple[str, str], int] = {}
     transfers: list[tuple] = []
     loads: list[tuple[int, float]] = []
+    rows: dict[int, tuple] = {}  # inner chunks are alike
     for one in found:
-        key = keys.setdefault((one.axis, level_of(one, work)), len(keys))
-        loads += [(names.index(name), one.count * size / work.links[name]) for name, size in one.loads]
-        transfers.append((seconds_of(one, work), one.count, key, len(loads) - len(one.loads), len(loads)))
+        if id(one) not in rows:
+            key = keys.setdefault((one.axis, level_of(one, work)), len(keys))
+            loads += [(names.index(name), one.count * size / work.links[name]) for name, size in one.loads]
+            rows[id(one)] = (seconds_of(one, work), one.count, key, len(loads) - len(one.loads), len(loads))
+        transfers.append(rows[id(one)])
     listed: list[int] = []
     lists = [0]
     for at in np.ndindex(len(work.chunks), 4, streams.ROLES):

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 
-from semel.planning.kernel import kernel
+from semel.planning.kernel import inner, kernel
 
 
 class Tasks:
@@ -63,7 +63,7 @@ def run(tasks: Tasks, bandwidth: Mapping[Hashable, float]) -> tuple[np.ndarray, 
                 capacity)
 
 
-@kernel
+@inner
 def fill(active, count, first_load, link, weight, capacity, rate, room, use):
     """Progressive filling: all rates grow alike until a link is full, whose flows stay; then the others go on.
     ``weight`` [loads]: bytes on the link for each byte of the flow; ``rate`` [tasks] is filled; ``room``, ``use``

@@ -24,7 +24,7 @@ Operation = tuple[int, int, int]
 """Kind, micro-batch, chunk."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fair:
     """Seconds of the step; start and end of each operation, in the schedule's order."""
 

@@ -32,7 +32,7 @@ class TransferRun(NamedTuple):
     bytes: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """One step. A device stands for all devices of its pipeline stage.
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from semel.planning.kernel import kernel
+from semel.planning.kernel import inner, kernel
 
 BEFORE, BESIDE, IN_LINE, AFTER, AT_END, AT_END_IN_LINE, AT_START, AT_START_IN_LINE = range(8)
 ROLES = 8
@@ -71,7 +71,7 @@ class Program(NamedTuple):
     used: np.ndarray  # [1] records written
 
 
-@kernel
+@inner
 def issue(t, ready, device, op, program):
     """End of transfer ``t``, begun when it is ``ready`` and its links are free."""
     transfer = program.transfers[t]
@@ -88,7 +88,7 @@ def issue(t, ready, device, op, program):
     return end
 
 
-@kernel
+@inner
 def issue_gathers(op, d, program):
     """Weights for the operation (or pair) at ``op``."""
     device = program.devices[d]
@@ -105,7 +105,7 @@ def issue_gathers(op, d, program):
                 device.gather_last, device.gather_key = end, transfer.key
 
 
-@kernel
+@inner
 def issue_trailing(i, at_end, program):
     """From the first of its parts on beside the computation, the last part after it."""
     operation = program.operations[i]
@@ -122,7 +122,7 @@ def issue_trailing(i, at_end, program):
             device.out, device.out_key = end, transfer.key
 
 
-@kernel
+@inner
 def begin(program):
     """What precedes the first operations."""
     step = np.int64(-1)  # belongs to no operation
@@ -146,7 +146,7 @@ def begin(program):
             issue_gathers(program.devices[d].first, d, program)
 
 
-@kernel
+@inner
 def send(i, d, program):
     """The output of operation ``i`` to where its micro-batch goes next."""
     operation, device = program.operations[i], program.devices[d]
@@ -168,7 +168,7 @@ def send(i, d, program):
     program.under_way[way, to, operation.microbatch] = arrives - operation.end
 
 
-@kernel
+@inner
 def wait(i, d, program):
     """When operation (or pair) ``i`` begins to compute; -1 if one of its inputs is not known yet."""
     device = program.devices[d]
@@ -202,7 +202,7 @@ def wait(i, d, program):
     return start
 
 
-@kernel
+@inner
 def operate(i, d, start, program):
     """Operation (or pair) ``i`` from its start on."""
     device = program.devices[d]
@@ -253,7 +253,7 @@ def operate(i, d, start, program):
     device.before, device.at = i, after
 
 
-@kernel
+@inner
 def finish(program):
     """What follows the last operations."""
     step = np.int64(-1)

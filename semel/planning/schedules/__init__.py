@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from semel.planning.schedules import fixed
 from semel.planning.schedules.check import activations, check
@@ -43,12 +44,18 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1, *,
     if not least <= chunks <= most:
         takes = f"{least}" if least == most else f"{least} or more"
         raise ValueError(f"{name} takes {takes} chunk{'' if most == 1 else 's'} a device, not {chunks}")
-    if name == "interleaved":
-        return fixed.interleaved(stages, microbatches, chunks)
     if name == "greedy":
         from semel.planning.schedules.greedy import greedy
 
         return greedy(stages, microbatches, chunks, forward, backward_input, backward_weight, send, limit)
+    return _fixed(name, stages, microbatches, chunks, sync_every if name == "local" else 1)
+
+
+@lru_cache(maxsize=128)
+def _fixed(name: str, stages: int, microbatches: int, chunks: int, sync_every: int) -> Schedule:
+    """Remembered: a search asks for the same lists under many layouts."""
+    if name == "interleaved":
+        return fixed.interleaved(stages, microbatches, chunks)
     if name == "local":
         return fixed.local(stages, microbatches, chunks, sync_every)
     return {"gpipe": fixed.gpipe, "1f1b": fixed.one_f_one_b, "zb_h1": fixed.zb_h1, "zb_h2": fixed.zb_h2,

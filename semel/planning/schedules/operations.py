@@ -26,7 +26,7 @@ class Op(NamedTuple):
         return f"{self.chunk}{self.kind}{self.microbatch}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """Operation lists as flat arrays: those of device d lie at ``offsets[d]:offsets[d + 1]``.
 
