@@ -16,8 +16,8 @@ from semel.planning.job import Job, Transformer
 from semel.planning.layout import AXES, Layout
 from semel.planning.options import Options
 from semel.planning.plan import Plan, measured
-from semel.planning.space import Shape, Space
-from semel.planning.workload import workload
+from semel.planning.space import Shape, Space, divisors
+from semel.planning.workload import Infeasible, workload
 
 Value = Callable[[Layout], Any]
 """A layout's estimate, something that can be compared; None where it does not fit."""
@@ -177,11 +177,31 @@ def run(name: str, cluster: Cluster, job: Job, options: Options | None = None) -
         if name != "Sailor-like":
             best = explore(cluster, job, believed, start=(usual,), usual=False).plans[0]
         else:
-            blind = explore(cluster, job, replace(believed, overlap=()), usual=False).plans[0]
+            blind = _blind(cluster, job, replace(believed, overlap=()))
             best = measured(cluster, job, replace(blind.layout, overlap=frozenset(options.overlap)))
     except ValueError:  # nothing of the kind fits
         return None
     return replace(best, name=name)
+
+
+def _blind(cluster: Cluster, job: Job, options: Options) -> Plan:
+    """The best plan with tensor parallelism inside a host. Raises Infeasible where none fits."""
+    from semel.planning.explorer import explore
+
+    inside = divisors(cluster.levels[0].count) if isinstance(job, Transformer) else (1,)
+    if "tp" in options.pinned:
+        inside = (options.pinned["tp"],)
+    each = replace(options, nodes=max(1, options.nodes // len(inside)))
+    found, why = [], None
+    for tp in inside:
+        try:
+            found.append(explore(cluster, job, replace(each, pinned={**options.pinned, "tp": tp}),
+                                 usual=False).plans[0])
+        except Infeasible as reason:
+            why = reason
+    if not found:
+        raise why or Infeasible("no layout has tensor parallelism inside a host")
+    return min(found, key=lambda plan: plan.value(options.objective))
 
 
 def _widened(options: Options) -> Options:

@@ -103,11 +103,10 @@ def words(found: Explained) -> list[str]:
                     "outermost "
                     "level, among the plans compared.")
     if found.tried:
+        moved = list(dict.fromkeys(f"{flip.path} x {flip.factor:g}" for flip in found.flips))
         said.append(f"Of {found.tried} checks with an assumed coefficient moved by 30 %, {len(found.flips)} flip the "
                     "answer" + (
-            ": " + "; ".join(f"{flip.path} x {flip.factor:g} ({flip.conclusion})" for flip in found.flips[:3])
-            if found.flips
-            else "") + ".")
+            f" to another of the plans compared: {', '.join(moved)}" if moved else "") + ".")
     if outcome.complete:
         said.append("The search is exact: nothing that the options allow is faster in this model.")
     else:
