@@ -20,7 +20,6 @@ from semel.serving.requests import (
     Filters,
     RecommendRequest,
     RetrieveRequest,
-    Stage,
     StageSize,
 )
 from semel.serving.results import RankRequest
@@ -75,7 +74,7 @@ class Service:
         self.writers, self.rows, self.outcome_writer = writers, writers.rows, writers.outcomes
         self.draining = False
         self.admission: Admission[Job, bytes] = Admission(self._work, scorers, queue, size=_size, most=TOGETHER,
-                                                          target=latency_target)
+                                                          kind=_endpoint, target=latency_target)
         self.bodies: dict[str, Body] = {
             "rank": rank_body(predictor.user_type, predictor.item_type, predictor.max_candidates),
             "prerank": rank_body(predictor.user_type, predictor.item_type, predictor.most("prerank"), "PrerankRequest"),
@@ -107,7 +106,7 @@ class Service:
 
     async def score(self, endpoint: str, body: bytes) -> bytes:
         """``POST /v1/rank``, ``/v1/prerank``, ``/v1/retrieve`` and ``/v1/recommend``."""
-        self.admission.check()  # before the work of reading the body
+        self.admission.check(kind=endpoint)  # before the work of reading the body
         return await self.admission.run(job_of(endpoint, self.bodies[endpoint].parse(body)))
 
     async def append(self, kind: str, body: bytes) -> bytes:
@@ -173,26 +172,23 @@ class Service:
             self.writers.close()
 
     def _work(self, jobs: Sequence[Job], waited: Sequence[float]) -> list[bytes | Exception]:
-        """In a scoring thread: all that waited, those of one kind as one batch."""
+        """In a scoring thread: all that waited for one endpoint; what ranks given candidates as one batch."""
         self.metrics.together.observe(len(jobs))
-        answers: list[Any] = [None] * len(jobs)
-        stages: tuple[Stage, ...] = ("rank", "prerank")
-        for stage in stages:
-            places = [place for place, job in enumerate(jobs) if job.endpoint == stage]
-            requests = [jobs[place].request for place in places]
-            results = self.predictor.rank_together(requests, stage) if places else []  # type: ignore[arg-type]
-            for place, result in zip(places, results, strict=True):
-                answers[place] = result
-        for place, job in enumerate(jobs):
-            try:
-                if isinstance(job.request, RetrieveRequest):
-                    answers[place] = self.predictor.retrieve_one(job.request)
-                elif isinstance(job.request, RecommendRequest):
-                    answers[place] = self.predictor.recommend_one(job.request)
-            except Exception as error:  # whatever it is, it is this job's
-                answers[place] = error
+        answers: Sequence[Any]
+        if jobs[0].endpoint in ("rank", "prerank"):
+            answers = self.predictor.rank_together([job.request for job in jobs],  # type: ignore[misc]
+                                                   jobs[0].endpoint)  # type: ignore[arg-type]
+        else:
+            answers = [self._searched(job.request) for job in jobs]
         return [answer if isinstance(answer, Exception) else self._answer(job, answer, seconds)
                 for job, answer, seconds in zip(jobs, answers, waited, strict=True)]
+
+    def _searched(self, request: Any) -> RankResult | RecommendResult | Exception:
+        try:
+            return (self.predictor.retrieve_one(request) if isinstance(request, RetrieveRequest)
+                    else self.predictor.recommend_one(request))
+        except Exception as error:  # whatever it is, it is this job's
+            return error
 
     def _answer(self, job: Job, result: RankResult | RecommendResult, waited: float) -> bytes:
         queue_ms = round(1e3 * waited, 3)
@@ -216,7 +212,7 @@ class Service:
         watch, predictor = self.metrics.watch, self.predictor
         watch("semel_rank_inside", "Requests being scored or waiting for it", lambda: self.admission.inside)
         watch("semel_rank_expected_seconds", "What a request would take that came now, waiting included",
-              lambda: self.admission.expected())
+              lambda: self.admission.expected(kind="rank"))
         watch("semel_exposures_pending", "Exposures that are not on disk yet", lambda: predictor.pending_exposures)
         watch("semel_exposures_lost", "Exposures that could not be written", lambda: predictor.lost_exposures)
         states = predictor.states
@@ -263,6 +259,10 @@ def job_of(endpoint: str, body: dict[str, Any]) -> Job:
 
 def _size(job: Job) -> int:
     return job.size
+
+
+def _endpoint(job: Job) -> str:
+    return job.endpoint
 
 
 def _pending(writer: Any) -> int:

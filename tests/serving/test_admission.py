@@ -116,6 +116,29 @@ def test_what_would_be_late_is_refused_at_once_and_what_nobody_is_ahead_of_is_no
     admission.close()
 
 
+def test_kinds_of_work_are_not_mixed_and_each_is_expected_to_take_its_own_time():
+    groups = []
+
+    def work(jobs, waited):
+        groups.append(jobs)
+        time.sleep(0.1 if jobs[0].startswith("search") else 0.002)
+        return jobs
+
+    admission = Admission(work, 1, 100, most=100, kind=lambda job: job.split()[0])
+
+    async def main():
+        for _ in range(3):
+            await admission.run("search 0")
+            await admission.run("rank 0")
+        groups.clear()
+        await asyncio.gather(*(admission.run(f"{kind} {number}") for kind in ("rank", "search") for number in range(4)))
+
+    asyncio.run(main())
+    assert all(len({job.split()[0] for job in group}) == 1 for group in groups)
+    assert admission.expected(1, "search") > 5 * admission.expected(1, "rank")
+    admission.close()
+
+
 def test_settling_waits_for_what_is_under_way_only():
     work = Work()
     admission = Admission(work, 1, 10)
