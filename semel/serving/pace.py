@@ -37,4 +37,4 @@ class Pace:
             slope = (weight * nt - n * t) / spread
             if slope > 0:
                 fixed, each = max(0.0, (t - slope * n) / weight), slope
-        return max(1, int((seconds - fixed) / each))
+        return int(max(1.0, min((seconds - fixed) / max(each, 1e-12), 2.0**31)))  # a budget may be any number

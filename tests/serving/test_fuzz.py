@@ -143,7 +143,7 @@ def test_what_a_generator_makes_of_the_schema(predictor):
         modes = list(GenerationMode) if operation.method.upper() == "POST" else [GenerationMode.POSITIVE]
         for mode in modes:  # what takes nothing cannot be asked wrongly
 
-            @settings(max_examples=8, deadline=None, phases=[Phase.generate], derandomize=True, database=None,
+            @settings(max_examples=24, deadline=None, phases=[Phase.generate], derandomize=True, database=None,
                       suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy(generation_mode=mode))
             def check(case):
