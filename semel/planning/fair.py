@@ -4,8 +4,9 @@ on ``events`` in place of ``streams``.
 Each device has a compute stream and a communication stream for each axis; a stream's transfers take turns, those of
 different streams share the device's links. Closer to what cards do where axes meet on one link, but not monotone: a
 faster link can make a step slower (``events``), which is why ``simulate`` and the search do not use it. Where no two
-axes share a link, both give the same times; but for like parts with latency, between which ``streams`` lets others use
-the link.
+axes share a link, and each chunk has one transfer an axis and phase, both give the same times. Of two, whose parts hide
+beside the same computation, ``streams`` lets the parts take turns, and this one follows the first with the second; nor
+does it let others use the link between like parts with latency.
 """
 
 from __future__ import annotations
