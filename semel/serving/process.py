@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
@@ -9,7 +10,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,13 @@ def _serve(app: FastAPI, options: ServerOptions, listener: socket.socket, starte
             if self.started:
                 started()
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            late = asyncio.create_task(_end_late_ones(self.server_state.connections))
+            try:
+                await super().shutdown(sockets)
+            finally:
+                late.cancel()
+
     _many_sockets()
     gc.collect()
     gc.freeze()  # the model and the store live as long as the process: collections need not visit them
@@ -144,6 +152,16 @@ def _serve(app: FastAPI, options: ServerOptions, listener: socket.socket, starte
                             timeout_keep_alive=KEEP_ALIVE_SECONDS,
                             h11_max_incomplete_event_size=HEAD_BYTES)
     Server(config).run(sockets=[listener])
+
+
+async def _end_late_ones(connections: Collection[Any]) -> None:
+    """uvicorn asks each connection once to end with its request. One that had been accepted and was not yet made then
+    would go on as long as its client does."""
+    while True:
+        for connection in list(connections):
+            if not connection.transport.is_closing():
+                connection.shutdown()
+        await asyncio.sleep(0.05)
 
 
 def _many_sockets() -> None:

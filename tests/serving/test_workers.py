@@ -265,8 +265,6 @@ def test_erase_reaches_the_running_server_and_every_byte(site, semel):
     assert worker("POST", "/v1/events", event(user, "iü1", event_key="key-1"))[1]["accepted"] == 1
 
 
-@pytest.mark.xfail(strict=False, reason="a known fault: on a busy machine, about one time in four, a request that is "
-                   "under way at SIGTERM hangs for the 30 s of grace and is answered 500; the rest holds")
 def test_sigterm_ends_all_of_them_with_0_and_replay_is_exact(site):
     answered, threads = [], []
 
