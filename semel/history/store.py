@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -303,7 +304,8 @@ class HistoryStore:
         for _ in range(RETRIES):
             view = self._view
             try:
-                return function(view)
+                with view.lease or nullcontext():
+                    return function(view)
             except GenerationGone as error:
                 self._follow()
                 if self._view.generation is view.generation:
@@ -411,7 +413,6 @@ class HistoryStore:
                 if added is not None:
                     generation.schema = self.schema.with_column(added.column.name, added.column.type, self.version + 1)
                 writer.adopt(generation, lease, folder, seal, view.version, added)
-            del view  # and with it this thread's lease on the old generation
             self._clean(writer, keep=1)
             return number
 
