@@ -19,9 +19,9 @@ from semel.history.generation.generation import NAME
 
 
 class Lease:
-    """On the generation in ``folder``, from construction until it is released and the last read within it (``with``) has
-    ended. A handle releases it when it moves on: to wait until nothing refers to it is not enough, since a traceback or
-    a frame that the garbage collector has not come to yet would keep the generation on the disk.
+    """On the generation in ``folder``, from construction until it is released and the last read within it (``with``)
+    has ended. A handle releases it when it moves on: to wait until nothing refers to it is not enough, since a
+    traceback or a frame that the garbage collector has not come to yet would keep the generation on the disk.
 
     Raises GenerationGone where the generation is not there or is being removed. A file system that knows no locks
     gives none: its readers go on with the next generation when theirs is removed, as they do without a lease.
