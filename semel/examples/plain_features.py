@@ -18,7 +18,7 @@ def plain_features(rows: RequestRows, projection: Projection | None, store: Hist
     have no rows), each column of the catalogue; a binary task for each label. Raises ValueError where there is no
     projection, or it names no column of the store."""
     if projection is None:
-        raise ValueError("RequestLoader needs a projection (what is read of a history) or features (what a model reads)")
+        raise ValueError("RequestLoader needs a projection, which says what is read of a history, or features")
     names = [name for name in projection.columns if name not in RESERVED]
     unknown = [name for name in names if name not in store.schema.columns]
     if unknown or not names:
