@@ -266,6 +266,9 @@ class HistoryStore:
     def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection,
                 require_compacted: bool = False) -> T:
         self._check_open()
+        if not isinstance(projection, Projection) or not isinstance(pointers, Pointers):
+            raise ValueError(f"takes Pointers (HistoryStore.point makes them) and a Projection, got "
+                             f"{type(pointers).__name__} and {type(projection).__name__}")
         checked = (projection.columns, projection.groups)
         if checked not in self._checked:
             if not set(projection.columns) <= {*self.schema.columns, *RESERVED}:
@@ -320,7 +323,7 @@ class HistoryStore:
             return np.empty(0, object if self.schema.string_keys else np.int64)
         if (ids.dtype == object) != self.schema.string_keys:
             want, have = ("strings", "integers") if self.schema.string_keys else ("integers", "strings")
-            raise ValueError(f"{self.schema.key}s are {want} in this store, got {have} ({ids[0]!r}, ...)")
+            raise ValueError(f"{self.schema.key}s are {want} in this store, got {have} ({ids.tolist()[0]!r}, ...)")
         return ids
 
     def keys(self) -> np.ndarray:

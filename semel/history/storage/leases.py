@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import weakref
 from collections import deque
@@ -63,11 +64,11 @@ class Lease:
 def remove_generations(folder: Path, current: int, keep: int, leased: bool = False) -> list[int]:
     """Remove from the folder ``generations`` all but the ``keep`` newest up to ``current`` and (unless ``leased``)
     those that are leased, and what killed compactions left; the numbers that were removed."""
-    numbers = {int(path.name): path for path in folder.iterdir() if path.name.isdigit()}
+    numbers = {int(path.name): path for path in folder.iterdir() if re.fullmatch(r"[0-9]{8,}", path.name)}
     kept = sorted(number for number in numbers if number <= current)[-keep:]
     removed = [number for number in sorted(numbers) if number not in kept and _remove(numbers[number], leased)]
     for path in folder.iterdir():
-        if not path.name.isdigit():
+        if re.fullmatch(r"\.[0-9]{8,}\.(building|removed)", path.name):  # what else lies there is not ours
             shutil.rmtree(path, ignore_errors=True)
     return removed
 

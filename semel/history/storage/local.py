@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -119,6 +120,8 @@ class LocalStorage:
         return lock
 
     def _refuse_existing(self) -> None:
+        if self.path.is_file():
+            raise StoreExists(f"{self.path} is a file; choose another folder")
         if (self.path / NAME).exists():
             raise StoreExists(f"there is a history store at {self.path} already; open it, or choose another folder")
         for stale in (self.path / "log").glob("*.log"):
@@ -167,7 +170,7 @@ class LocalStorage:
         log = {segment_path(self.path, number).name
                for number in (*(s.number for s in manifest.sealed), manifest.active)}
         for file in (self.path / "log").glob("*.log"):
-            if file.name not in log:
+            if file.name not in log and re.fullmatch(r"[0-9]{8,}\.log", file.name):
                 file.unlink(missing_ok=True)
 
     def clean_generations(self, manifest: Manifest, keep: int, leased: bool = False) -> list[int]:
