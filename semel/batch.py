@@ -188,6 +188,8 @@ class Pointers:
             value = np.asarray(getattr(self, name))
             if value.dtype.kind not in "iu" and value.size:
                 raise ValueError(f"Pointers.{name} must be integers, got dtype {value.dtype}")
+            if value.dtype.kind == "u" and value.size and int(value.max()) > np.iinfo(np.int64).max:
+                raise ValueError(f"Pointers.{name}: {value.max()} does not fit int64")
             if value.ndim == 0:
                 value = value.repeat(len(users))
             if value.shape != users.shape:
@@ -357,7 +359,10 @@ def ids_array(ids: Any, name: str = "ids") -> np.ndarray:
         if all(isinstance(value, str) for value in array):
             return array
         if all(isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in array):
-            return array.astype(np.int64)
+            try:
+                return array.astype(np.int64)
+            except OverflowError:
+                raise ValueError(f"{name}: {max(array, key=abs)} does not fit int64") from None
     raise ValueError(f"{name} must be integers or strings without nulls, got dtype {array.dtype}")
 
 

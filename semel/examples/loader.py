@@ -21,6 +21,7 @@ import pyarrow as pa
 from semel.batch import RequestBatch, RequestRows
 from semel.examples.materialization import materialize, read_ahead
 from semel.examples.order import full_order, token_cuts, window_order
+from semel.examples.plain_features import plain_features
 from semel.examples.prefetch import pipeline
 from semel.examples.row_files import RowFiles
 from semel.examples.rows import rows_from_table
@@ -49,7 +50,8 @@ class RequestLoader:
     ``examples``: request rows, their table, or Parquet files of them, which are read by row group when their batches
     come and need not fit into memory (``RowFiles``; with ``shuffle="full"`` they must). A batch has ``batch_requests``
     requests over all ranks, or, with ``batch_tokens``, as many as keep history events + candidates within that (a
-    larger request is a batch alone). ``projection`` overrides which events are read.
+    larger request is a batch alone). ``features``: what a model reads, and what ``projection`` overrides which events
+    it is read of; without them everything that the projection, the rows and the catalogue name (``plain_features``).
 
     ``shuffle``: "window" mixes the requests within windows of ``window``, as they lie in the examples, and lets up to
     ``together`` requests of one user that are neighbours in time follow each other, so that one read of a history
@@ -64,15 +66,15 @@ class RequestLoader:
     ``wait_seconds``: how long the consumer has waited for batches so far; a trainer that starves sees it grow.
     ``counters``: what the batches that it got took to read. ``len()``: batches of the current epoch.
 
-    Raises ValueError for impossible settings and for a state of other examples; what goes wrong in a worker is raised
-    in the consumer, at the batch it concerns.
+    Raises ValueError for impossible settings, for neither ``features`` nor ``projection``, and for a state of other
+    examples; what goes wrong in a worker is raised in the consumer, at the batch it concerns.
     """
 
     def __init__(
-        self, examples: Examples, store: HistoryStore, projection: Projection | None = None, *, features: FeatureSpec,
-        catalogue: HistoryStore | None = None, batch_requests: int = 64, batch_tokens: int | None = None,
-        shuffle: Shuffle = "window", window: int = 65_536, together: int = 8, seed: int = 0, rank: int = 0,
-        world_size: int = 1, workers: int = 1, withheld: Withheld = "keep",
+        self, examples: Examples, store: HistoryStore, projection: Projection | None = None, *,
+        features: FeatureSpec | None = None, catalogue: HistoryStore | None = None, batch_requests: int = 64,
+        batch_tokens: int | None = None, shuffle: Shuffle = "window", window: int = 65_536, together: int = 8,
+        seed: int = 0, rank: int = 0, world_size: int = 1, workers: int = 1, withheld: Withheld = "keep",
     ) -> None:
         for name, value, least in (("batch_requests", batch_requests, 1), ("batch_tokens", batch_tokens, 1),
                                    ("window", window, 1), ("together", together, 1), ("world_size", world_size, 1),
@@ -86,12 +88,14 @@ class RequestLoader:
         if withheld not in get_args(Withheld):
             raise ValueError(f'withheld must be "keep", "drop" or "fail", got {withheld!r}')
         self.withheld = withheld
-        self.store, self.catalogue, self.features, self.projection = store, catalogue, features, projection
+        self.store, self.catalogue, self.projection = store, catalogue, projection
         self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
         self.shuffle = "full" if shuffle is True else shuffle or None
         self.window, self.together = window, together
         self.rows = _rows(examples, near=2 * window if self.shuffle == "window" else
                           _ALL if self.shuffle == "full" else batch_requests)
+        blank = self.rows.blank if isinstance(self.rows, RowFiles) else self.rows
+        self.features = plain_features(blank, projection, store, catalogue) if features is None else features
         self.seed, self.rank, self.world_size, self.workers = seed, rank, world_size, workers
         self.epoch = 0
         self.wait_seconds = 0.0

@@ -50,7 +50,8 @@ class RowFiles:
             if other:
                 raise ValueError(f"{path}: its request features are not those of {self.paths[0]}: "
                                  f"{', '.join(sorted(other))}")
-        self._blank = concat_rows(blanks)  # no rows; the tasks and types of all files
+        self.blank = concat_rows(blanks)
+        """No rows; the tasks and types of all files."""
         self._begin = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._near = near + 2 * max(counts, default=0)  # a window begins and ends within row groups
         self._held: OrderedDict[int, tuple[RequestRows, int]] = OrderedDict()  # row group -> rows, bytes
@@ -63,7 +64,7 @@ class RowFiles:
     def pointers(self) -> Pointers:
         columns = [[column_to_numpy(table[name]) for name in ("user_id", "as_of", "version")]
                    for table in self._tables(["user_id", "as_of", "version"])]
-        empty = self._blank.pointers
+        empty = self.blank.pointers
         return Pointers(*(np.concatenate([whole, *parts]) for whole, *parts in zip(
             (empty.user_id, empty.as_of, empty.version), *columns, strict=True)))
 
@@ -86,7 +87,7 @@ class RowFiles:
     def select(self, rows: np.ndarray) -> RequestRows:
         """The requests at ``rows`` (index array), in that order. Any number of threads may ask."""
         group_of = np.searchsorted(self._begin, rows, side="right") - 1
-        parts, places = [self._blank], [np.empty(0, np.int64)]
+        parts, places = [self.blank], [np.empty(0, np.int64)]
         for group in np.unique(group_of).tolist():
             place = np.flatnonzero(group_of == group)
             places.append(place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 RESERVED = ("event_time", "version")
+_NUMBERS = (int, float, np.integer, np.floating)
+_MOST = 1 << 61  # events: no history has more, and kernels may add to it
 _SIMPLE = {
     str(t): t for t in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(),
                         pa.uint64(), pa.bool_(), pa.string())
@@ -53,6 +55,8 @@ class Projection:
     def __post_init__(self) -> None:
         if isinstance(self.columns, str):
             raise ValueError(f"Projection.columns must be a sequence of names, got the string {self.columns!r}")
+        if not isinstance(self.columns, Iterable):
+            raise ValueError(f"Projection.columns must be a sequence of names, got {self.columns!r}")
         object.__setattr__(self, "columns", tuple(self.columns))
         if self.groups is not None:
             if isinstance(self.groups, str):
@@ -61,10 +65,16 @@ class Projection:
             for value in self.groups:
                 if not isinstance(value, str | int | np.integer):
                     raise ValueError(f"Projection.groups must hold strings or integers, got {value!r}")
-        if self.last is not None and (isinstance(self.last, bool) or int(self.last) != self.last or self.last < 1):
-            raise ValueError(f"Projection.last must be at least 1 or None, got {self.last!r}")
-        if self.since is not None and int(self.since) != self.since:
-            raise ValueError(f"Projection.since must be microseconds (an integer) or None, got {self.since!r}")
+        if self.last is not None:
+            if isinstance(self.last, bool) or not isinstance(self.last, _NUMBERS) or not (self.last >= 1) or (
+                    self.last % 1 != 0):
+                raise ValueError(f"Projection.last must be at least 1 or None, got {self.last!r}")
+            object.__setattr__(self, "last", min(int(self.last), _MOST))
+        if self.since is not None:
+            if not isinstance(self.since, _NUMBERS) or not (abs(self.since) < 1 << 63) or self.since % 1 != 0:
+                raise ValueError("Projection.since must be microseconds (an integer of 64 bits) or None, got "
+                                 f"{self.since!r}")
+            object.__setattr__(self, "since", int(self.since))
 
 
 @dataclass(frozen=True)

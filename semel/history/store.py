@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -265,6 +266,9 @@ class HistoryStore:
     def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection,
                 require_compacted: bool = False) -> T:
         self._check_open()
+        if not isinstance(projection, Projection) or not isinstance(pointers, Pointers):
+            raise ValueError(f"takes Pointers (HistoryStore.point makes them) and a Projection, got "
+                             f"{type(pointers).__name__} and {type(projection).__name__}")
         checked = (projection.columns, projection.groups)
         if checked not in self._checked:
             if not set(projection.columns) <= {*self.schema.columns, *RESERVED}:
@@ -303,7 +307,8 @@ class HistoryStore:
         for _ in range(RETRIES):
             view = self._view
             try:
-                return function(view)
+                with view.lease or nullcontext():
+                    return function(view)
             except GenerationGone as error:
                 self._follow()
                 if self._view.generation is view.generation:
@@ -318,7 +323,7 @@ class HistoryStore:
             return np.empty(0, object if self.schema.string_keys else np.int64)
         if (ids.dtype == object) != self.schema.string_keys:
             want, have = ("strings", "integers") if self.schema.string_keys else ("integers", "strings")
-            raise ValueError(f"{self.schema.key}s are {want} in this store, got {have} ({ids[0]!r}, ...)")
+            raise ValueError(f"{self.schema.key}s are {want} in this store, got {have} ({ids.tolist()[0]!r}, ...)")
         return ids
 
     def keys(self) -> np.ndarray:
@@ -411,7 +416,6 @@ class HistoryStore:
                 if added is not None:
                     generation.schema = self.schema.with_column(added.column.name, added.column.type, self.version + 1)
                 writer.adopt(generation, lease, folder, seal, view.version, added)
-            del view  # and with it this thread's lease on the old generation
             self._clean(writer, keep=1)
             return number
 

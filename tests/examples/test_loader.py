@@ -337,3 +337,35 @@ def test_requests_whose_events_were_deleted_are_counted_dropped_or_refused(tmp_p
             batch("fail")
         with pytest.raises(ValueError, match='withheld must be "keep", "drop" or "fail"'):
             batch("ignore")
+
+
+def test_without_features_a_batch_has_what_the_projection_and_the_rows_name(tmp_path):
+    schema = EventSchema({"item_id": pa.int64(), "watch_time": pa.float32(), "action": pa.dictionary(
+        pa.int8(), pa.string()), "vector": pa.list_(pa.float32(), 2)}, user_id=pa.string(), group="action")
+    with HistoryStore.create(tmp_path / "store", schema, shards=2) as store, HistoryStore.create(
+            tmp_path / "items", EventSchema({"price": pa.float64(), "kind": pa.string()}, key="item_id")) as items:
+        store.append(pa.table({
+            "user_id": ["ü", "ü", "b"], "event_time": [1, 2, 3], "item_id": [7, 8, 9], "watch_time": pa.array(
+                [0.5, None, 2.0], pa.float32()), "action": pa.array(["like", "click", "like"]).dictionary_encode().cast(
+                    schema.columns["action"]), "vector": pa.array([[1, 2], [3, 4], None], schema.columns["vector"])}))
+        items.append(pa.table({"item_id": [7, 8], "event_time": [0, 0], "price": [1.5, None], "kind": ["x", "y"]}))
+        rows = RequestRows(
+            np.array(["r0", "r1"], object), store.point(np.array(["ü", "b"], object), 9), np.array([1, 1]),
+            {"hour": np.array([3, 4]), "score": np.array([0.5, 1.5])}, Jagged(np.array([7, 8, 7]), np.array([0, 2, 3])),
+            {"click": np.ones(3, np.float32)}, {"click": np.ones(3, bool)})
+        pq.write_table(rows_to_table(rows), tmp_path / "rows.parquet")
+        projection = Projection(("item_id", "watch_time", "vector"), last=5, groups=("like", "click"))
+        for examples in (rows, tmp_path / "rows.parquet"):
+            (batch,) = RequestLoader(examples, store, projection, catalogue=items, batch_requests=4, shuffle=None)
+            history = batch.request["history"]
+            assert set(history.columns) == {"event_time", "item_id", "watch_time", "vector"}
+            assert history["item_id"].values.tolist() == [7, 8, 9] and history.offsets.tolist() == [0, 2, 3]
+            assert history["watch_time"].values.isnan().tolist() == [False, True, False]
+            assert history["vector"].values.shape == (3, 2)
+            assert batch.request["hour"].tolist() == [3, 4] and batch.request["score"].tolist() == [0.5, 1.5]
+            assert batch.candidate["price"].isnan().tolist() == [False, True, False]
+            assert batch.candidate["kind"].dtype == torch.int64 and batch.label["click"].tolist() == [1, 1, 1]
+        for bad, match in ((None, "needs a projection"), (Projection(("event_time",)), "no column of an event"),
+                           (Projection(("itme",)), r"\['itme'\].*it has|\['itme'\]; the store")):
+            with pytest.raises(ValueError, match=match):
+                RequestLoader(rows, store, bad)

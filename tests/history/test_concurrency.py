@@ -182,6 +182,20 @@ def test_a_killed_reader_holds_no_lease(tmp_path: Path) -> None:
         assert store.drop_generations(keep=1) == [1]
 
 
+def test_no_lease_waits_for_the_garbage_collector(tmp_path: Path) -> None:
+    """A traceback that somebody keeps (a compiler's, of a kernel's first call) holds the frames of a compaction or a
+    read, and what these refer to; the generation before is removed all the same."""
+    kept: list[Any] = []
+    with HistoryStore.create(tmp_path / "s", SCHEMA, shards=2) as store:
+        append(store, 1)
+        store.compact()
+        for number in (2, 3):
+            append(store, number)
+            assert store.compact(progress=lambda *_: kept.append(sys._getframe())) == number
+            assert generations(tmp_path / "s") == [number]
+    assert len(kept) == 4
+
+
 def test_arrays_outlive_their_generation_and_their_handle(tmp_path: Path) -> None:
     with HistoryStore.create(tmp_path / "s", SCHEMA, shards=2) as store:
         append(store, 1)

@@ -259,6 +259,57 @@ def test_rows_that_do_not_fit_change_nothing(store: HistoryStore, tmp_path: Path
     assert store.append(events((1, 2, 2))) == 2
 
 
+@pytest.mark.parametrize(("use", "match"), [
+    (lambda store: store.point([2**64], 9), "user_id: 18446744073709551616 does not fit int64"),
+    (lambda store: store.point([-2**63 - 1], 9), "does not fit int64"),
+    (lambda store: store.point([1], 2**63), "as_of: 9223372036854775808 does not fit int64"),  # not a negative one
+    (lambda store: store.point(["a"], 9), r"integers in this store, got strings \('a'"),
+    (lambda store: Projection(None), "columns must be a sequence"),  # type: ignore[arg-type]
+    (lambda store: Projection(("item_id",), since="1d"), "since must be microseconds"),  # type: ignore[arg-type]
+    (lambda store: Projection(("item_id",), since=2**63), "since must be microseconds"),
+    (lambda store: Projection(("item_id",), last="3"), "last must be at least 1"),  # type: ignore[arg-type]
+    (lambda store: Projection(("item_id",), last=float("nan")), "last must be at least 1"),  # type: ignore[arg-type]
+    (lambda store: store.read(store.point([1], 9), ("item_id",)), "takes Pointers .* got Pointers and tuple"),
+    (lambda store: store.lengths(([1], [9], [1]), ITEMS), "takes Pointers .* got tuple and Projection"),
+])
+def test_what_is_no_pointer_or_projection(store: HistoryStore, use: Any, match: str) -> None:
+    store.append(events((1, 1, 5)))
+    with pytest.raises(ValueError, match=match):
+        use(store)
+
+
+def test_numbers_at_the_ends_of_their_range(store: HistoryStore) -> None:
+    users = [2**63 - 1, -2**63, 0]
+    store.append(events(*((user, time, time) for user in users for time in (0, 2**63 - 2))))
+    for _ in range(2):
+        for user in users:
+            for last in (2**61, 2**63 - 1, 2**70):
+                assert items(store, user, 2**63 - 1, Projection(("item_id",), last=last)) == [0, 2**63 - 2]
+            assert items(store, user, 2**63 - 1, Projection(("item_id",), since=2**63 - 1)) == []
+            assert items(store, user, 0) == items(store, user, -2**63) == []
+            assert items(store, user, 1, Projection(("item_id",), since=-2**63 + 1)) == [0]
+        store.compact()
+
+
+def test_what_is_not_the_stores_stays(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    HistoryStore.create(path, SCHEMA, shards=2).close()
+    foreign = [path / "notes.txt", path / "log" / "mine.log", path / "generations" / "mine" / "file",
+               path / "generations" / "7" / "file", path / "generations" / ".mine"]
+    for file in foreign:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("x")
+    with HistoryStore.open(path, mode="a") as store:
+        for item in range(3):
+            store.append(events((1, item, item)))
+            store.compact()
+        store.drop_generations(keep=1)
+        store.verify()
+    assert all(file.read_text() == "x" for file in foreign)
+    with pytest.raises(StoreExists, match="is a file"):
+        HistoryStore.create(path / "notes.txt", SCHEMA)
+
+
 def test_projections_that_name_what_is_not_there(store: HistoryStore) -> None:
     with pytest.raises(ValueError, match="'price'; the store has item_id, action, event_time, version"):
         store.read(store.point([1], 1), Projection(("price",)))

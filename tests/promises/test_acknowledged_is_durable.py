@@ -149,6 +149,7 @@ def make_store(path: Path, codec: Codec = "packed") -> tuple[bytes, ...]:
             if n == 4:
                 store.delete(user_ids=[USERS + 1])
                 store.delete(events=pa.table({"user_id": [0], "event_time": [999]}))
+    assert [folder.name for folder in (path / "generations").iterdir()] == ["00000002"]  # all files are the store's
     return contents(path)
 
 

@@ -116,10 +116,10 @@ def read_segments(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any]
             yield metadata, batch
 
 
-def last_record_end(path: Path, sealed: int | None = None) -> int:
-    """The bytes up to the end of the last whole record, all of them checked."""
+def last_record_end(path: Path, sealed: int | None = None, sound: int = 0) -> int:
+    """The bytes up to the end of the last whole record, all of them checked; see ``read_records``."""
     end = SEGMENT_HEADER
-    for record in read_records(path, sealed=sealed):
+    for record in read_records(path, sealed=sealed, sound=sound):
         end = record[2]
     return end
 
@@ -165,10 +165,10 @@ def single_batch(table: pa.Table) -> pa.RecordBatch:
 
 
 def read_records(path: Path, offset: int = SEGMENT_HEADER, sealed: int | None = None,
-                 most: int | None = None) -> Iterator[tuple[dict[str, Any], pa.RecordBatch, int]]:
+                 most: int | None = None, sound: int = 0) -> Iterator[tuple[dict[str, Any], pa.RecordBatch, int]]:
     """(metadata, batch, offset after it) of the records from byte ``offset`` on. ``sealed``: the number of bytes that
-    the segment must have; without it the end of the file may be torn. ``most``: stop there. Raises CorruptFile,
-    FileNotFoundError."""
+    the segment must have; without it the end of the file may be torn, but not before byte ``sound``. ``most``: stop
+    there. Raises CorruptFile, FileNotFoundError."""
     with open(path, "rb") as file:
         _check_segment(file.read(SEGMENT_HEADER), path)
         while offset != sealed and (most is None or offset < most):  # what lies behind does not count
@@ -187,6 +187,10 @@ def read_records(path: Path, offset: int = SEGMENT_HEADER, sealed: int | None = 
             if record is None:
                 if sealed is not None:
                     raise CorruptFile(f"{path}: ends at byte {offset}, its manifest says {sealed}")
+                if offset < sound:
+                    raise CorruptFile(f"{path}: {sound} bytes of it were acknowledged, what begins at byte {offset} is "
+                                      "damaged or missing (in a copy that was made while the store was written to, "
+                                      "remove writer.lock to read what was copied)")
                 return
             metadata, batch, offset = record
             yield metadata, batch, offset

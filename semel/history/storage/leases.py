@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import weakref
+from collections import deque
 from pathlib import Path
 
 from semel.history.errors import GenerationGone
@@ -18,7 +20,9 @@ from semel.history.generation.generation import NAME
 
 
 class Lease:
-    """On the generation in ``folder``, from construction to ``release`` or until nothing refers to it any more.
+    """On the generation in ``folder``, from construction until it is released and the last read within it (``with``)
+    has ended. A handle releases it when it moves on: to wait until nothing refers to it is not enough, since a
+    traceback or a frame that the garbage collector has not come to yet would keep the generation on the disk.
 
     Raises GenerationGone where the generation is not there or is being removed. A file system that knows no locks
     gives none: its readers go on with the next generation when theirs is removed, as they do without a lease.
@@ -37,17 +41,34 @@ class Lease:
             raise GenerationGone(f"{path} is being removed") from None
         except OSError:
             pass
-        self.release = weakref.finalize(self, os.close, handle)
+        self._let_go = weakref.finalize(self, os.close, handle)  # also where a handle is not closed
+        self._reads: deque[None] = deque()  # one entry each; appending to it and taking from it need no lock
+        self._released = False
+
+    def __enter__(self) -> None:
+        self._reads.append(None)
+
+    def __exit__(self, *_: object) -> None:
+        self._reads.pop()
+        if self._released and not self._reads:
+            self._let_go()
+
+    def release(self) -> None:
+        """Nothing begins a read within it any more. (One that had just got its view goes on without it, and finds the
+        next generation where this one's files are gone.)"""
+        self._released = True
+        if not self._reads:
+            self._let_go()
 
 
 def remove_generations(folder: Path, current: int, keep: int, leased: bool = False) -> list[int]:
     """Remove from the folder ``generations`` all but the ``keep`` newest up to ``current`` and (unless ``leased``)
     those that are leased, and what killed compactions left; the numbers that were removed."""
-    numbers = {int(path.name): path for path in folder.iterdir() if path.name.isdigit()}
+    numbers = {int(path.name): path for path in folder.iterdir() if re.fullmatch(r"[0-9]{8,}", path.name)}
     kept = sorted(number for number in numbers if number <= current)[-keep:]
     removed = [number for number in sorted(numbers) if number not in kept and _remove(numbers[number], leased)]
     for path in folder.iterdir():
-        if not path.name.isdigit():
+        if re.fullmatch(r"\.[0-9]{8,}\.(building|removed)", path.name):  # what else lies there is not ours
             shutil.rmtree(path, ignore_errors=True)
     return removed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +34,7 @@ class LocalStorage:
     def __init__(self, path: Path, cache_bytes: int = CACHE_BYTES, cache: str | os.PathLike[str] | None = None) -> None:
         self.path = path
         self.cache = BlockCache(cache_folder(cache), cache_bytes)
+        self._lock: WriterLock | None = None  # of the handle that appends
 
     def manifest(self) -> bytes:
         return read_manifest(self.path)
@@ -66,16 +68,20 @@ class LocalStorage:
                  ) -> tuple[int, int]:
         sealed = {segment.number: segment.bytes for segment in manifest.sealed}
         active, most = manifest.active, None
-        durable = durable_end(self.path / "writer.lock") if durable_only else None
-        if durable is not None:
-            if durable[0] > active:
-                raise GenerationGone(f"segment {durable[0]} of the log is not in {NAME}")
-            most = durable[1] if durable[0] == active else SEGMENT_HEADER
+        if durable_only or self._lock is None:
+            mark, limited = durable_end(self.path / "writer.lock")
+        else:
+            mark, limited = self._lock.found, False
+        if mark is not None and limited:
+            if mark[0] > active:
+                raise GenerationGone(f"segment {mark[0]} of the log is not in {NAME}")
+            most = mark[1] if mark[0] == active else SEGMENT_HEADER
+        sound = mark[1] if mark is not None and mark[0] == active else 0
         number, offset = position
         while True:
             path = segment_path(self.path, number)
-            for metadata, batch, end in read_records(path, offset, sealed.get(number),
-                                                     most if number == active else None):
+            ends = (most, sound) if number == active else (None, 0)
+            for metadata, batch, end in read_records(path, offset, sealed.get(number), *ends):
                 take(metadata, batch, path, partial(LogRange, path, offset, end))
                 offset = end
             if number == active:
@@ -85,8 +91,9 @@ class LocalStorage:
     def check_log(self, manifest: Manifest) -> tuple[int, int]:
         sealed = {segment.number: segment.bytes for segment in manifest.sealed}
         numbers = (*sealed, manifest.active)
-        return len(numbers), sum(last_record_end(segment_path(self.path, number), sealed.get(number))
-                                 for number in numbers)
+        marked, sound = durable_end(self.path / "writer.lock")[0] or (0, 0)
+        return len(numbers), sum(last_record_end(segment_path(self.path, number), sealed.get(number),
+                                                 sound if number == marked else 0) for number in numbers)
 
     def log_bytes(self) -> int:
         size = 0
@@ -109,9 +116,12 @@ class LocalStorage:
         except BaseException:
             lock.release()
             raise
+        self._lock = lock
         return lock
 
     def _refuse_existing(self) -> None:
+        if self.path.is_file():
+            raise StoreExists(f"{self.path} is a file; choose another folder")
         if (self.path / NAME).exists():
             raise StoreExists(f"there is a history store at {self.path} already; open it, or choose another folder")
         for stale in (self.path / "log").glob("*.log"):
@@ -120,7 +130,8 @@ class LocalStorage:
 
     def claim(self) -> Owner:
         parse_manifest(self.manifest(), self.path)  # before a lock file is left in a foreign folder
-        return WriterLock(self.path / "writer.lock")
+        self._lock = WriterLock(self.path / "writer.lock")
+        return self._lock
 
     def log(self, number: int, fresh: bool = False) -> Log:
         path = segment_path(self.path, number)
@@ -159,7 +170,7 @@ class LocalStorage:
         log = {segment_path(self.path, number).name
                for number in (*(s.number for s in manifest.sealed), manifest.active)}
         for file in (self.path / "log").glob("*.log"):
-            if file.name not in log:
+            if file.name not in log and re.fullmatch(r"[0-9]{8,}\.log", file.name):
                 file.unlink(missing_ok=True)
 
     def clean_generations(self, manifest: Manifest, keep: int, leased: bool = False) -> list[int]:

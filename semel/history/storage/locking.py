@@ -19,13 +19,17 @@ from semel.history.errors import CorruptFile, StoreLocked, WriterFenced
 _OWNER = "{pid:<10} {nonce} {boot:<36}\n"  # of one length, so that a new owner is written over the old one at once
 _MARK = "{segment:010d} {size:020d} {crc:08x}\n"
 _OWNER_BYTES, _MARK_BYTES = 65, 41
+_NOBODY = b" " * (_OWNER_BYTES - 1) + b"\n"
+
+Mark = tuple[int, int]
+"""(segment, bytes of it): all records up to there were on the disk."""
 
 
 class WriterLock:
     """Held from construction to ``release``, and released by the system when the process dies, however it dies.
 
     ``abandoned``: the owner before did not release it in order (it was killed, or the file system lost its lock while
-    it lives on), so it may still have a write under way.
+    it lives on), so it may still have a write under way. ``found``: the mark that it left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,10 +45,13 @@ class WriterLock:
             raise StoreLocked(f"{path.parent} is open for appending in process {holder}; stop that (a server, an "
                               'ingest), or open it here with mode="r"') from None
         try:
-            before = os.pread(self._handle, _OWNER_BYTES + _MARK_BYTES, 0)
-            self.abandoned = bool(before)
+            self._before = before = os.pread(self._handle, _OWNER_BYTES + _MARK_BYTES, 0)
+            self._marked = False
+            self.found = _mark_in(before)
+            self.abandoned = bool(before[:_OWNER_BYTES].strip())
             self._owner = _OWNER.format(pid=os.getpid(), nonce=secrets.token_hex(8), boot=boot()).encode()
-            kept = before[_OWNER_BYTES:] if _boot_of(before) == boot() else b""  # until this owner has looked itself
+            # It limits readers until this owner has looked itself; void after a power cut.
+            kept = before[_OWNER_BYTES:] if _boot_of(before) == boot() or not self.abandoned else b""
             os.pwrite(self._handle, self._owner + kept, 0)
             os.ftruncate(self._handle, _OWNER_BYTES + len(kept))
             sync(self._handle)
@@ -53,10 +60,11 @@ class WriterLock:
             raise
 
     def mark(self, segment: int, size: int) -> None:
-        """The log is on the disk up to byte ``size`` of ``segment``. Not synced itself: after a power cut it is void,
-        since what the disk then has is on the disk."""
-        crc = zlib.crc32(f"{segment} {size}".encode())
-        os.pwrite(self._handle, _MARK.format(segment=segment, size=size, crc=crc).encode(), _OWNER_BYTES)
+        """The log is on the disk up to byte ``size`` of ``segment``. Not synced itself: after a power cut it limits
+        nobody, since what the disk then has is on the disk."""
+        os.pwrite(self._handle, _MARK.format(segment=segment, size=size, crc=_crc(segment, size)).encode(),
+                  _OWNER_BYTES)
+        self._marked = True
 
     def check(self) -> None:
         """Raise WriterFenced unless this is still the lock's owner. Costs two system calls, no disk access."""
@@ -73,10 +81,13 @@ class WriterLock:
             return False
 
     def release(self, in_order: bool = True) -> None:
-        """``in_order``: all that the log has is on the disk, and no write is under way."""
+        """``in_order``: all that the log has is on the disk, and no write is under way. An owner that has marked
+        nothing leaves the file as it was."""
         if self._handle >= 0:
             if in_order and os.pread(self._handle, _OWNER_BYTES, 0) == self._owner:
-                os.ftruncate(self._handle, 0)
+                os.pwrite(self._handle, _NOBODY if self._marked else self._before, 0)
+                if not self._marked:
+                    os.ftruncate(self._handle, len(self._before))
             os.close(self._handle)
             self._handle = -1
 
@@ -89,24 +100,34 @@ def owner(path: Path) -> str:
         return "unknown"
 
 
-def durable_end(path: Path) -> tuple[int, int] | None:
-    """(segment, bytes) up to which a reader may trust the log to be on the disk. None for all of it: the writer closed
-    it in order, or the computer was started again since, or (where a system names no boot) nobody can say."""
+def durable_end(path: Path) -> tuple[Mark | None, bool]:
+    """(the mark: up to there all records must be whole, whether a reader may go no further). None where there is no
+    mark. A reader may go further where the writer closed the log in order, or the computer was started again since, or
+    (where a system names no boot) nobody can say."""
     for attempt in range(50):
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            return None
-        if not boot() or _boot_of(content) != boot() or len(content) == _OWNER_BYTES:
-            return None
-        try:
-            segment, size, crc = content[_OWNER_BYTES:].decode("ascii").split()
-            if int(crc, 16) == zlib.crc32(f"{int(segment)} {int(size)}".encode()):
-                return int(segment), int(size)
-        except ValueError:
-            pass
+            return None, False
+        mark, current = _mark_in(content), bool(boot()) and _boot_of(content) == boot()
+        if mark is not None or not current or len(content) == _OWNER_BYTES:
+            return mark, current and mark is not None
         time.sleep(0.0001 * attempt)  # it was being written
     raise CorruptFile(f"{path}: it does not say how much of the log is on the disk; open the store for appending once")
+
+
+def _mark_in(content: bytes) -> Mark | None:
+    try:
+        segment, size, crc = content[_OWNER_BYTES:].decode("ascii").split()
+        if int(crc, 16) == _crc(int(segment), int(size)):
+            return int(segment), int(size)
+    except ValueError:
+        pass
+    return None
+
+
+def _crc(segment: int, size: int) -> int:
+    return zlib.crc32(f"{segment} {size}".encode())
 
 
 def _boot_of(content: bytes) -> str:

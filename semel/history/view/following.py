@@ -88,11 +88,17 @@ class Follower:
             tail = view.tail.after(upto)
             if schema != self.schema:
                 self.schema, tail = schema, tail.with_schema(schema)
-            self.view = replace(view, generation=generation, tail=tail,
-                                version=max(view.version, upto), deletions=view.deletions.after(upto, schema),
-                                compacted=upto, lease=lease)
+            self.move_to(replace(view, generation=generation, tail=tail,
+                                 version=max(view.version, upto), deletions=view.deletions.after(upto, schema),
+                                 compacted=upto, lease=lease))
         self._position = max(self._position, self.storage.start(manifest))
         self.manifest = manifest
+
+    def move_to(self, view: View) -> None:
+        """Take a view of another generation, and let go of the one before."""
+        before, self.view = self.view.lease, view
+        if before is not None:
+            before.release()
 
     def _read_log(self) -> None:
         """Read the log from where this handle stands."""

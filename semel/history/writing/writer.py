@@ -290,8 +290,8 @@ class Writer:
                     if added.words:
                         view.dictionaries.extend(added.column.name, 0, list(added.words), generation.folder)
                     self.follower.schema, tail = schema, tail.with_schema(schema)
-                self.follower.view = replace(view, generation=generation, lease=lease, compacted=upto, tail=tail,
-                                             deletions=view.deletions.after(upto, schema))
+                self.follower.move_to(replace(view, generation=generation, lease=lease, compacted=upto, tail=tail,
+                                              deletions=view.deletions.after(upto, schema)))
             if added is not None:
                 self._in_order(self._next_version)
 

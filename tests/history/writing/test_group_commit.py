@@ -94,16 +94,21 @@ def test_a_group_is_one_record_with_a_version_for_each(
 
 def test_a_torn_group_is_not_there_at_all(
         store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody was told of any of its appends, and the retry of each is one append."""
+    """Nobody was told of any of its appends, and the retry of each is one append. The lock file is as a kill in the
+    middle of the write, or a power cut, leaves it."""
     together(store, monkeypatch, [lambda i=i: store.append(rows(i), token=f"k{i}") for i in range(3)])
-    store.close()
-    segment = tmp_path / "store" / "log" / "00000001.log"
+    segment, lock = tmp_path / "store" / "log" / "00000001.log", tmp_path / "store" / "writer.lock"
     content = segment.read_bytes()
     group = content.rindex(b"SREC")
+    store._writer.lock.mark(1, group)  # type: ignore[union-attr]
+    before = lock.read_bytes()
+    store.close()
     for cut in (*range(group + 1, len(content), 97), len(content) - 1):
         segment.write_bytes(content[:cut])
-        with HistoryStore.open(tmp_path / "store") as reader:
-            assert reader.version == 1 and items(reader) == [(1, 1000, "t6")]
+        for left in (before, before[:65].replace(before[29:64], b"0" * 35) + before[65:]):  # of this boot, of another
+            lock.write_bytes(left)
+            with HistoryStore.open(tmp_path / "store") as reader:
+                assert reader.version == 1 and items(reader) == [(1, 1000, "t6")]
     with HistoryStore.open(tmp_path / "store", mode="a") as again:
         assert [again.append(rows(i), token=f"k{i}") for i in (2, 0, 2)] == [2, 3, 2]
         assert items(again) == [(1, 1000, "t6"), (2, 2, "t2"), (3, 0, "t0")]
