@@ -15,7 +15,7 @@ from semel.planning.cluster import Cluster, Device
 from semel.planning.compute import harmonic, peak
 from semel.planning.curves import Curve
 from semel.planning.units import BYTES
-from semel.planning.validate import Measurement, predicted
+from semel.planning.validate import Measurement, predicted, with_reached
 
 KINDS = {"matmul": ("m", "n", "k"), "attention": ("sequence", "flops"), "elementwise": ("bytes",),
          "collective": ("bytes", "ranks")}
@@ -198,13 +198,6 @@ def fit_reached(rows: Sequence[Measurement], dtype: str = "bf16", least: float =
         return sum(errors) / len(errors)
 
     return golden(loss, least, most)
-
-
-def with_reached(cluster: Cluster, dtype: str, reached: float) -> Cluster:
-    """The cluster with another ``Device.reached`` of a dtype, on all its devices."""
-    for name in {unit.device.name for unit in cluster.units}:
-        cluster = cluster.change(f"devices.{name}.reached.{dtype}", reached)
-    return cluster
 
 
 def golden(loss: Callable[[float], float], low: float, high: float, tolerance: float = 1e-4) -> float:
