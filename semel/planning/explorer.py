@@ -367,7 +367,7 @@ class _State:
                         if pair[0] < best)
         self.pruned = len(self._shapes) - len(floors)
         if len(floors) > self.options.nodes - self.nodes:  # a part of a sweep would prove nothing
-            self.left = min(self.left, floors[0][0])
+            self.left = min(self.left, self._least(floors))
             return
         for at, (floor, number) in enumerate(floors):
             if floor >= self.best:
@@ -377,6 +377,16 @@ class _State:
                 self.left = min(self.left, floor)
                 break
             self._sweep_shape(self._shapes[number], floor)
+
+    def _least(self, floors: list[tuple[float, int]]) -> float:
+        """What no layout of these shapes (floor, number) can be below; ``floors`` ascend."""
+        least = float("inf")
+        for floor, number in floors:
+            if floor >= least:  # nor can any that follows
+                break
+            shape = self._shapes[number]
+            least = min(least, self.floors.tight(shape) * self.least_rate(_devices(shape)))
+        return least
 
     def _sweep_shape(self, shape: Shape, floor: float) -> None:
         space = self.space
