@@ -238,7 +238,8 @@ def calibrate(
         raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}")
     start = load_device(device)
     samples = read_trace(measured) if measured.name.endswith((".json", ".json.gz")) else read_table(measured)
-    text = device_toml(calibrated(start, samples), f"{len(samples)} operations of {measured.name}")
+    text = device_toml(calibrated(start, samples), f"{len(samples)} operations of {measured.name}",
+                       start)
     if out is None:
         typer.echo(text, nl=False)
     else:

@@ -217,14 +217,19 @@ def golden(loss: Callable[[float], float], low: float, high: float, tolerance: f
     return (low + high) / 2
 
 
-def device_toml(device: Device, source: str) -> str:
-    """A device file with these values, for ``semel plan calibrate``."""
+def device_toml(device: Device, source: str, start: Device | None = None) -> str:
+    """A device file with these values, for ``semel plan calibrate``. What is as in ``start`` is called assumed."""
     curve = lambda c: "[" + ", ".join(f"[{size:.6g}, {share:.4f}]" for size, share in c.points) + "]"  # noqa: E731
-    lines = [f'name = "{device.name}"', f'description = "{device.name}, calibrated: {source}"',
+
+    def noted(name: str, value: str) -> str:
+        kept = start is not None and getattr(device, name) == getattr(start, name)
+        why = f"assumed = {json.dumps(f'as {device.name}, not measured')}" if kept else f"source = {json.dumps(source)}"
+        return f"{name} = {{ value = {value}, {why} }}"
+
+    lines = [f"name = {json.dumps(device.name)}", f"description = {json.dumps(f'{device.name}, calibrated: {source}')}",
              f'memory = "{device.memory:.0f} B"', f'memory_bandwidth = "{device.memory_bandwidth:.6g} B/s"',
-             f'matmul = {{ value = {curve(device.matmul)}, source = "{source}" }}',
-             f'attention = {{ value = {curve(device.attention)}, source = "{source}" }}',
-             f'vector = {{ value = {device.vector:.4f}, source = "{source}" }}', 
+             noted("matmul", curve(device.matmul)), noted("attention", curve(device.attention)),
+             noted("vector", f"{device.vector:.4f}"),
              f'kernel = "{device.kernel:.6g} s"', f'reserved = "{device.reserved:.0f} B"',
              f'power = "{device.power:g} W"', f'price = "{device.price:g} $/h"', "", "[peak]"]
     lines += [f'{dtype} = "{rate:.6g} flop/s"' for dtype, rate in device.peak.items()]

@@ -123,6 +123,8 @@ class _State:
         self.left = float("inf")
         """The lowest bound of what was given up for want of nodes or simulations."""
         self.pruned = 0
+        self.begun = 0
+        """Plans simulated because the search began with them: beside the limit."""
         self.nearest: tuple[float, Layout | None] = (float("inf"), None)
         """Bytes over, and the layout that is over by the least."""
         self.refused: Infeasible | None = None
@@ -269,8 +271,13 @@ class _State:
                     break
                 found = better
             ends.append(found)
-        for found in sorted(ends)[:4] + [each for each in ends if each.key in given]:
+        for found in sorted(ends)[:4]:
             self.simulated(found)
+        before = len(self._plans)
+        for layout in begin:  # also those that the estimate moved away from: none may be better than the outcome
+            if (mine := self.value(layout)) is not None:
+                self.simulated(mine)
+        self.begun = len(self._plans) - before
 
     def _promising(self) -> list[Shape]:
         """Shapes by what their best layout is guessed to take; of equal ones the first of the space."""
@@ -445,7 +452,7 @@ class _State:
         for at, found in enumerate(queue):
             if found.bound >= self.best or found.key in self._plans:
                 continue
-            if len(self._plans) >= self.options.simulations:
+            if len(self._plans) - self.begun >= self.options.simulations:
                 self.left = min(self.left, *(each.bound for each in queue[at:] if each.key not in self._plans))
                 break
             self.simulated(found)
