@@ -46,7 +46,8 @@ def find(kind: str, name: str | Path) -> Path:
     if path.suffix == ".toml" or len(path.parts) > 1:
         if path.is_file():
             return path
-        raise FileNotFoundError(f"{path}: {'a folder, not a' if path.is_dir() else 'no such'} file; ready {kind}: {', '.join(n.stem for n in _library(kind))}")
+        raise FileNotFoundError(f"{path}: {'a folder, not a' if path.is_dir() else 'no such'} file; ready {kind}: "
+                                f"{', '.join(each.stem for each in _library(kind))}")
     ours = LIBRARY / kind / f"{name}.toml"
     if ours.is_file():
         return ours
