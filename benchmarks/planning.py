@@ -1,6 +1,6 @@
 """The planner against its targets: a full search, a step of 100,000 devices, and a grid of design points.
 
-    python -m benchmarks.planning [search] [simulation] [grid] [--quick] [--json FILE]
+    python -m benchmarks.planning [search] [simulation] [grid] [--quick] [--json FILE [--resume]]
 
 ``search``      Llama-3 405B on 16,384 H100 in 5 buildings, everything allowed: seconds until the plans are there
 ``simulation``  one step of 102,400 devices by events: seconds, and the memory of the process
@@ -9,7 +9,8 @@
                 simulator. ``alone``: the joint search without its baselines' plans to begin with; with them it cannot
                 be worse. The grid was written down before the search was first run on any of its points.
 
-``--quick``: a smaller search and 6 points of the grid.
+``--quick``: a smaller search and 6 points of the grid. ``--resume``: points of the grid that FILE holds are not run
+again; it is written after each point.
 """
 
 from __future__ import annotations
@@ -99,21 +100,26 @@ def point(model: str, buildings: int, distance: str, ratio: float) -> dict[str, 
             "crosses": family(cluster, best.layout), "plan": best.title}
 
 
-def grid_part(quick: bool) -> dict[str, Any]:
+def grid_part(quick: bool, file: Path | None = None, known: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """``known``: rows of an earlier run. After each point, ``file`` holds the rows so far."""
     points = list(product(MODELS, BUILDINGS, DISTANCES, RATIOS))
     if quick:
         points = [points[number] for number in range(9, len(points), len(points) // 6)]
-    began = time.perf_counter()
+    done = {(row["model"], row["buildings"], row["distance"], row["ratio"]): row for row in known}
     rows = []
     for number, each in enumerate(points, start=1):
-        rows.append(point(*each))
+        began = time.process_time()
+        rows.append(done[each] if each in done else point(*each) | {"cpu_seconds": time.process_time() - began})
+        if file is not None:
+            written(file, {"quick": quick, "grid": {"rows": rows}})
         print(f"\r{number} of {len(points)} points", end="", flush=True)
     print()
     fitting = [row for row in rows if row["joint"] is not None]
     for row in fitting:
         singles = [row[name] for name in SINGLE if row[name] is not None]
         row["best single"] = min(singles) if singles else None
-    return {"points": len(points), "fitting": len(fitting), "seconds": time.perf_counter() - began, "rows": rows,
+    return {"points": len(points), "fitting": len(fitting), "cpu_seconds": sum(row["cpu_seconds"] for row in rows),
+            "rows": rows,
             "less": {name: less(fitting, "joint", name) for name in (
                 "production", "best single", *SINGLE, "CrossPipe-like", "Sailor-like")},
             "alone": {name: less(fitting, "alone", name) for name in ("production", "best single")},
@@ -122,6 +128,13 @@ def grid_part(quick: bool) -> dict[str, Any]:
             "alone_worse": sum(row["best single"] is not None and row["alone"] > row["best single"] * (1 + 1e-9)
                                for row in fitting),
             "crosses": dict(Counter(row["crosses"] for row in fitting).most_common())}
+
+
+def written(file: Path, result: dict[str, Any]) -> None:
+    """All of it or nothing."""
+    beside = file.with_name(file.name + ".new")
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    beside.replace(file)
 
 
 def less(rows: Sequence[dict[str, Any]], ours: str, theirs: str) -> dict[str, float]:
@@ -148,7 +161,7 @@ def show(result: dict[str, Any]) -> None:
               f"{part['transfers']:,} transfers; a step of {part['step']:.3f} s")
     if "grid" in result:
         part = result["grid"]
-        print(f"grid: {part['fitting']} of {part['points']} points have a plan; {part['seconds']:.0f} s")
+        print(f"grid: {part['fitting']} of {part['points']} points have a plan; {part['cpu_seconds']:.0f} s of CPU")
         print(f"  {'step shorter than':28} points   least     p10  median     p90    most")
         for name, shares in [*part["less"].items(), *((f"alone: {key}", value) for key,
                                                       value in part["alone"].items())]:
@@ -164,7 +177,14 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=["search", "simulation", "grid"])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
+    known: list[dict[str, Any]] = []
+    if arguments.resume:
+        if arguments.json is None:
+            parser.error("--resume takes --json FILE, the file to go on with")
+        if arguments.json.exists():
+            known = json.loads(arguments.json.read_text()).get("grid", {}).get("rows", [])
     chosen = arguments.parts or ["simulation", "search", "grid"]
     result: dict[str, Any] = {"quick": arguments.quick}
     if "simulation" in chosen:
@@ -172,10 +192,10 @@ def main() -> None:
     if "search" in chosen:
         result["search"] = search_part(arguments.quick)
     if "grid" in chosen:
-        result["grid"] = grid_part(arguments.quick)
+        result["grid"] = grid_part(arguments.quick, arguments.json, known)
     show(result)
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        written(arguments.json, result)
 
 
 if __name__ == "__main__":

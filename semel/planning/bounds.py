@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import lcm
+from math import inf, lcm
+from typing import Any
 
+from semel.planning.axes import cached_span
 from semel.planning.cluster import Cluster, Device, Level, Technology
 from semel.planning.compute import Part, embedding, head, transformer_layer
-from semel.planning.estimate import alone
+from semel.planning.estimate import alone, estimate
 from semel.planning.job import Recommender, Transformer
 from semel.planning.layout import Layout
-from semel.planning.network import rate
-from semel.planning.space import Shape, Space
+from semel.planning.network import Fabric, Loads, Span, rate
+from semel.planning.space import Shape, Space, divisors
+from semel.planning.transformer import transformer_workload
 from semel.planning.units import BYTES
-from semel.planning.workload import unchecked
+from semel.planning.workload import Infeasible, unchecked
 
 ENDLESS = 1e30
 """Bytes in flight of a window that limits nothing."""
@@ -29,6 +32,7 @@ class Floors:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._parts: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._tight: dict[tuple[object, ...], float] = {}
 
     @cached_property
     def _devices(self) -> list[Device]:
@@ -58,6 +62,51 @@ class Floors:
         if self._space.job.kind == "recommender":
             return 0.0
         return self._space.microbatches(shape) * self._part(shape)[0] / shape.stages
+
+    def tight(self, shape: Shape) -> float:
+        """Seconds, like ``seconds``, with what no schedule, placement or network of the space avoids: the way of the
+        first micro-batch to each stage and of the last one back, tensor and context parallelism's transfers where they
+        are in line, and activations that must fit (inf where under no schedule they do). About a millisecond."""
+        space = self._space
+        low = self.seconds(shape)
+        if space.job.kind == "recommender" or not space.cluster.uniform:
+            return low
+        split = tuple(shape.sizes.get(axis, 1) for axis in ("tp", "cp", "ep", "pp"))
+        key = (*split, shape.microbatch, shape.recompute, space.microbatches(shape))
+        if key not in self._tight:
+            self._tight[key] = min((self._least(shape, *pipeline) for pipeline in space.schedules(
+                shape.stages, space.microbatches(shape))), default=inf)
+        return max(low, self._tight[key])
+
+    def _least(self, shape: Shape, schedule: str, chunks: int) -> float:
+        """Of one schedule, however the ranks that split the batch are shared out between dp and fsdp: under a pipeline
+        dp takes the least memory (its optimizer is sharded as far as any), without one fsdp over all of them may."""
+        data = shape.sizes.get("dp", 1) * shape.sizes.get("fsdp", 1)
+        whole = {axis: size for axis, size in shape.sizes.items() if axis not in ("dp", "fsdp")}
+        least, fits = inf, False
+        for axis in ("dp", "fsdp") if shape.stages == 1 else ("dp",):
+            layout = Layout({**whole, axis: data}, schedule=schedule, chunks=chunks, microbatch=shape.microbatch,
+                            recompute=shape.recompute,  # type: ignore[arg-type]
+                            overlap=frozenset(self._space.options.overlap) | {axis})
+            try:
+                work = transformer_workload(self._space.cluster, self._model, layout, self._fabric(layout.devices))
+            except Infeasible:
+                continue
+            found = estimate(work, layout)
+            least = min(least, found.lower)
+            fits = fits or max(memory.total for memory in found.memory) <= self._space.options.memory * work.memory
+        return least if fits else inf
+
+    def _fabric(self, devices: int) -> Least:
+        if devices not in self._fabrics:
+            clusters = ideal(self._space)
+            networks = tuple(Fabric.choose(cluster, {}) for cluster in clusters)
+            self._fabrics[devices] = Least(self._space.cluster, (), (), {}, networks=networks, devices=devices)
+        return self._fabrics[devices]
+
+    @cached_property
+    def _fabrics(self) -> dict[int, Least]:
+        return {}
 
     def promise(self, shape: Shape) -> float:
         """``seconds`` with transfers in line, on the innermost levels, and a pipeline that fills a quarter as long as
@@ -122,6 +171,24 @@ class Floors:
             return 0.0
         return sum(alone(move, work.links)[0] * move.count for chunk in work.chunks for move in chunk.transfers
                    if not move.hidden and move.phase not in ("start", "end"))
+
+
+@dataclass(frozen=True)
+class Least(Fabric):
+    """What a collective of one axis costs where it lies best, on the best of ``networks``: as latency, without any
+    load. Sends and all-to-alls cost nothing."""
+
+    networks: tuple[Fabric, ...] = ()
+    devices: int = 1
+
+    def collective(self, kind: str, group: Span, b: float, **how: Any) -> tuple[float, Loads]:
+        if kind == "all_to_all" or self.devices % group.n:
+            return 0.0, ()
+        return min(network.seconds(*network.collective(kind, cached_span(network.cluster, ((stride, group.n),)), b))
+                   for network in self.networks for stride in divisors(self.devices // group.n)), ()
+
+    def send(self, index: int, b: float, stride: int = 1, patterns: Any = None) -> tuple[float, Loads]:
+        return 0.0, ()
 
 
 def _seconds(part: Part) -> float:

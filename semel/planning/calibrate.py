@@ -15,7 +15,7 @@ from semel.planning.cluster import Cluster, Device
 from semel.planning.compute import harmonic, peak
 from semel.planning.curves import Curve
 from semel.planning.units import BYTES
-from semel.planning.validate import Measurement, predicted
+from semel.planning.validate import Measurement, predicted, with_reached
 
 KINDS = {"matmul": ("m", "n", "k"), "attention": ("sequence", "flops"), "elementwise": ("bytes",),
          "collective": ("bytes", "ranks")}
@@ -200,13 +200,6 @@ def fit_reached(rows: Sequence[Measurement], dtype: str = "bf16", least: float =
     return golden(loss, least, most)
 
 
-def with_reached(cluster: Cluster, dtype: str, reached: float) -> Cluster:
-    """The cluster with another ``Device.reached`` of a dtype, on all its devices."""
-    for name in {unit.device.name for unit in cluster.units}:
-        cluster = cluster.change(f"devices.{name}.reached.{dtype}", reached)
-    return cluster
-
-
 def golden(loss: Callable[[float], float], low: float, high: float, tolerance: float = 1e-4) -> float:
     """Minimum of a function with one valley."""
     ratio = (math.sqrt(5) - 1) / 2
@@ -224,14 +217,19 @@ def golden(loss: Callable[[float], float], low: float, high: float, tolerance: f
     return (low + high) / 2
 
 
-def device_toml(device: Device, source: str) -> str:
-    """A device file with these values, for ``semel plan calibrate``."""
+def device_toml(device: Device, source: str, start: Device | None = None) -> str:
+    """A device file with these values, for ``semel plan calibrate``. What is as in ``start`` is called assumed."""
     curve = lambda c: "[" + ", ".join(f"[{size:.6g}, {share:.4f}]" for size, share in c.points) + "]"  # noqa: E731
-    lines = [f'name = "{device.name}"', f'description = "{device.name}, calibrated: {source}"',
+
+    def noted(name: str, value: str) -> str:
+        kept = start is not None and getattr(device, name) == getattr(start, name)
+        why = f"assumed = {json.dumps(f'as {device.name}, not measured')}" if kept else f"source = {json.dumps(source)}"
+        return f"{name} = {{ value = {value}, {why} }}"
+
+    lines = [f"name = {json.dumps(device.name)}", f"description = {json.dumps(f'{device.name}, calibrated: {source}')}",
              f'memory = "{device.memory:.0f} B"', f'memory_bandwidth = "{device.memory_bandwidth:.6g} B/s"',
-             f'matmul = {{ value = {curve(device.matmul)}, source = "{source}" }}',
-             f'attention = {{ value = {curve(device.attention)}, source = "{source}" }}',
-             f'vector = {{ value = {device.vector:.4f}, source = "{source}" }}', 
+             noted("matmul", curve(device.matmul)), noted("attention", curve(device.attention)),
+             noted("vector", f"{device.vector:.4f}"),
              f'kernel = "{device.kernel:.6g} s"', f'reserved = "{device.reserved:.0f} B"',
              f'power = "{device.power:g} W"', f'price = "{device.price:g} $/h"', "", "[peak]"]
     lines += [f'{dtype} = "{rate:.6g} flop/s"' for dtype, rate in device.peak.items()]

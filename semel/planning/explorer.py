@@ -123,6 +123,8 @@ class _State:
         self.left = float("inf")
         """The lowest bound of what was given up for want of nodes or simulations."""
         self.pruned = 0
+        self.begun = 0
+        """Plans simulated because the search began with them: beside the limit."""
         self.nearest: tuple[float, Layout | None] = (float("inf"), None)
         """Bytes over, and the layout that is over by the least."""
         self.refused: Infeasible | None = None
@@ -269,8 +271,13 @@ class _State:
                     break
                 found = better
             ends.append(found)
-        for found in sorted(ends)[:4] + [each for each in ends if each.key in given]:
+        for found in sorted(ends)[:4]:
             self.simulated(found)
+        before = len(self._plans)
+        for layout in begin:  # also those that the estimate moved away from: none may be better than the outcome
+            if (mine := self.value(layout)) is not None:
+                self.simulated(mine)
+        self.begun = len(self._plans) - before
 
     def _promising(self) -> list[Shape]:
         """Shapes by what their best layout is guessed to take; of equal ones the first of the space."""
@@ -367,7 +374,7 @@ class _State:
                         if pair[0] < best)
         self.pruned = len(self._shapes) - len(floors)
         if len(floors) > self.options.nodes - self.nodes:  # a part of a sweep would prove nothing
-            self.left = min(self.left, floors[0][0])
+            self.left = min(self.left, self._least(floors))
             return
         for at, (floor, number) in enumerate(floors):
             if floor >= self.best:
@@ -377,6 +384,16 @@ class _State:
                 self.left = min(self.left, floor)
                 break
             self._sweep_shape(self._shapes[number], floor)
+
+    def _least(self, floors: list[tuple[float, int]]) -> float:
+        """What no layout of these shapes (floor, number) can be below; ``floors`` ascend."""
+        least = float("inf")
+        for floor, number in floors:
+            if floor >= least:  # nor can any that follows
+                break
+            shape = self._shapes[number]
+            least = min(least, self.floors.tight(shape) * self.least_rate(_devices(shape)))
+        return least
 
     def _sweep_shape(self, shape: Shape, floor: float) -> None:
         space = self.space
@@ -435,7 +452,7 @@ class _State:
         for at, found in enumerate(queue):
             if found.bound >= self.best or found.key in self._plans:
                 continue
-            if len(self._plans) >= self.options.simulations:
+            if len(self._plans) - self.begun >= self.options.simulations:
                 self.left = min(self.left, *(each.bound for each in queue[at:] if each.key not in self._plans))
                 break
             self.simulated(found)

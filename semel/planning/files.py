@@ -46,14 +46,15 @@ def find(kind: str, name: str | Path) -> Path:
     if path.suffix == ".toml" or len(path.parts) > 1:
         if path.is_file():
             return path
-        raise FileNotFoundError(f"{path}: no such file; ready {kind}: {', '.join(n.stem for n in _library(kind))}")
+        raise FileNotFoundError(f"{path}: {'a folder, not a' if path.is_dir() else 'no such'} file; ready {kind}: "
+                                f"{', '.join(each.stem for each in _library(kind))}")
     ours = LIBRARY / kind / f"{name}.toml"
     if ours.is_file():
         return ours
     if path.is_file():
         return path
     known = [each.stem for each in _library(kind)]
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.55)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
     raise FileNotFoundError(f"{name}: neither a file nor a ready one of {kind}; {hint}")
 

@@ -171,8 +171,16 @@ def titled(layout: Layout, batch: int) -> str:
     batches = f"{count} micro-batch{'' if count == 1 else 'es'} of {layout.microbatch}"
     return f"{axes or 'one device'}; {pipeline + ', ' if pipeline else ''}{batches}" + (
         f", {layout.recompute} recompute" if layout.recompute != "none" else "") + (
-        "; " + ", ".join(f"{name} at the {level} level" for level, name in layout.network.items())
-        if layout.network else "")
+        f"; {_network(layout)}" if layout.network else "") + "".join(
+        f"; {dtype} gradients across {level}" for level, dtype in layout.compress.items())
+
+
+def _network(layout: Layout) -> str:
+    """Technology by technology: "spraying at rack/zone, ecmp at building"."""
+    levels: dict[str, list[str]] = {}
+    for level, name in layout.network.items():
+        levels.setdefault(name, []).append(level)
+    return ", ".join(f"{name} at {'/'.join(some)}" for name, some in levels.items())
 
 
 def dollars(cluster: Cluster, layout: Layout, seconds: float, traffic: Mapping[str, float]) -> float:

@@ -16,8 +16,8 @@ from semel.planning.units import BYTES
 from semel.planning.workload import Chunk, Infeasible, Transfer, Workload
 
 
-def transformer_workload(cluster: Cluster, job: Transformer, layout: Layout) -> Workload:
-    """See ``workload.workload``; memory is not checked."""
+def transformer_workload(cluster: Cluster, job: Transformer, layout: Layout, over: Fabric | None = None) -> Workload:
+    """See ``workload.workload``; memory is not checked. ``over``: what transfers cost, by default on the cluster."""
     axes = Axes.of(cluster, layout)
     microbatches = _fits(job, layout)
     stages, count = layout.size("pp"), layout.size("pp") * layout.chunks
@@ -31,7 +31,7 @@ def transformer_workload(cluster: Cluster, job: Transformer, layout: Layout) -> 
         least = min(unit.device.memory - unit.device.reserved for found in units for unit in found)
         speed = {id(device): 1.0 / layer_part(device, job, layout, job.experts > 0).forward for device in devices}
         layers = split_layers(job.layers, [speed[id(devices[stage])] for stage in where])
-    builder = _Builder(job, layout, axes, fabric(cluster, layout.network))
+    builder = _Builder(job, layout, axes, over or fabric(cluster, layout.network))
     hops = boundaries(cluster, axes.block, where)
     chunks: list[Chunk] = []
     first, dense_layers = 0, job.dense_layers if job.experts else job.layers

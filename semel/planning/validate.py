@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from semel.planning.cluster import Cluster
@@ -44,6 +44,9 @@ class Row:
     measurement: Measurement
     seconds: float
     mfu: float
+    memory: float
+    """Bytes of the fullest device. All of these ran: what is above ``limit`` is an error of ours."""
+    limit: float
 
     @property
     def error(self) -> float:
@@ -53,19 +56,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Errors of one device's rows that count and that nothing was fitted on."""
+    """Errors of one device's rows that count and that nothing was fitted on; ``plain_mean`` and ``plain_worst`` are
+    those without any fit (``Device.reached`` = 1). ``dtype``: of these rows only; "" for all."""
 
     device: str
+    dtype: str
     rows: int
     mean: float
     worst: float
+    plain_mean: float
+    plain_worst: float
     counted: bool
 
 
 @dataclass(frozen=True)
 class Validation:
+    """``summary``: one a device. ``by_dtype``: one a device and dtype, where a device has several."""
+
     rows: tuple[Row, ...]
     summary: tuple[Summary, ...] = field(default=())
+    by_dtype: tuple[Summary, ...] = field(default=())
+
+    @property
+    def refused(self) -> tuple[Row, ...]:
+        """Rows that ran, but do not fit by our count of memory."""
+        return tuple(row for row in self.rows if row.memory > row.limit)
 
 
 def recomputed_flops(job: Transformer) -> float:
@@ -99,23 +114,40 @@ def validate(names: Iterable[str] | None = None) -> Validation:
     """
     chosen = [name for name, _ in ready("measurements")] if names is None else list(names)
     rows = [predicted(each) for name in chosen for each in measurements(name)]
-    summary = []
+    summary, by_dtype = [], []
     for device in dict.fromkeys(row.measurement.device for row in rows):
-        mine = [abs(row.error) for row in rows if row.measurement.device == device and row.measurement.counted
-                and not row.measurement.fitted]
-        every = sum(row.measurement.counted for row in rows if row.measurement.device == device)
-        if mine:
-            summary.append(Summary(device, len(mine), sum(mine) / len(mine), max(mine), every >= FEWEST))
-        else:
-            summary.append(Summary(device, 0, math.nan, math.nan, False))
-    return Validation(tuple(rows), tuple(summary))
+        mine = [row for row in rows if row.measurement.device == device]
+        summary.append(_summary(device, "", mine))
+        dtypes = list(dict.fromkeys(row.measurement.job.dtype for row in mine))
+        if len(dtypes) > 1:
+            by_dtype += [_summary(device, dtype, [row for row in mine if row.measurement.job.dtype == dtype])
+                         for dtype in dtypes]
+    return Validation(tuple(rows), tuple(summary), tuple(by_dtype))
+
+
+def _summary(device: str, dtype: str, rows: list[Row]) -> Summary:
+    held_out = [row for row in rows if row.measurement.counted and not row.measurement.fitted]
+    if not held_out:
+        return Summary(device, dtype, 0, math.nan, math.nan, math.nan, math.nan, False)
+    errors = [abs(row.error) for row in held_out]
+    plain = [abs(predicted(replace(row.measurement, cluster=with_reached(
+        row.measurement.cluster, row.measurement.job.dtype, 1.0))).error) for row in held_out]
+    return Summary(device, dtype, len(errors), sum(errors) / len(errors), max(errors), sum(plain) / len(plain),
+                   max(plain), sum(row.measurement.counted for row in rows) >= FEWEST)
+
+
+def with_reached(cluster: Cluster, dtype: str, reached: float) -> Cluster:
+    """The cluster with another ``Device.reached`` of a dtype, on all its devices."""
+    for name in {unit.device.name for unit in cluster.units}:
+        cluster = cluster.change(f"devices.{name}.reached.{dtype}", reached)
+    return cluster
 
 
 def predicted(measurement: Measurement) -> Row:
     """The model's closed form for one measurement."""
     work = unchecked(measurement.cluster, measurement.job, measurement.layout)
     found = estimate(work, measurement.layout)
-    return Row(measurement, found.seconds, found.mfu)
+    return Row(measurement, found.seconds, found.mfu, max(memory.total for memory in found.memory), work.memory)
 
 
 @cache

@@ -101,7 +101,11 @@ def test_what_if_compares_two_clusters(semel, files):
 def test_validate_prints_each_row(semel):
     found = json.loads(semel("plan", "validate", "selene", "--json").stdout)
     assert len(found["rows"]) >= 8 and all(row["predicted"] > 0 and row["source"] for row in found["rows"])
-    assert "mean error" in semel("plan", "validate", "selene").stdout
+    assert all(row["memory"] > 0 for row in found["rows"]) and found["devices"][0]["plain_mean"] > 0
+    text = semel("plan", "validate", "selene").stdout
+    assert "mean error" in text and "unfitted" in text
+    text = semel("plan", "validate", "llama3-meta").stdout
+    assert "ran, but would be refused: over by" in text and "shown only: whether 380 TFLOP/s" in text
 
 
 def test_calibrate_writes_a_device_that_loads(semel, files):

@@ -213,8 +213,13 @@ def plan_of(sizes, order, schedule="1f1b", chunks=1, **changed):
 def test_torch_loads_the_schedule_that_is_written(tmp_path, schedule, chunks):
     plan = plan_of({"tp": 2, "dp": 2, "pp": 2}, ("tp", "dp", "pp"), schedule, chunks)
     files = {path.name: path for path in emit(plan, "torchtitan", tmp_path / "out")}
-    from torch.distributed.pipelining.schedules import _Action
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+    runtime = object.__new__(_PipelineScheduleRuntime)
+    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = 2, 2 * chunks, plan.microbatches
+    runtime.pipeline_order, runtime._stages, runtime._defer_pp_recv = {}, [], False
+    runtime._load_csv(str(files["schedule.csv"]))  # it adds sends and receives, and validates
+    assert runtime.stage_index_to_group_rank == dict(enumerate(plan.schedule().placement))
     with files["schedule.csv"].open(newline="") as file:
         rows = [[_Action.from_str(cell) for cell in row] for row in csv.reader(file)]
     assert len(rows) == 2
@@ -266,6 +271,31 @@ def test_torchrec_and_semel_get_theirs(tmp_path):
 
     recipe = override(recipes.get("ml1m_rank"), read_overrides(tmp_path / "plan.toml"))
     assert recipe.batch == 512 and recipe.pieces == 8 and recipe.precision == "bfloat16"
+
+
+def test_torchrecs_own_planner_plans_with_them(tmp_path):
+    planner = pytest.importorskip("torchrec.distributed.planner")
+    import torch
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    tables = [{"name": "posts", "rows": 100_000, "width": 256},
+              {"name": "tags", "rows": 1_000, "width": 64, "count": 2}]
+    job = load_job({"kind": "recommender", "name": "ranker", "batch": 512, "layers": 2, "width": 256, "heads": 4,
+                    "top": [256, 512, 1], "lengths": {"mean": 50}, "tables": tables})
+    emit(measured(cluster(), job, Layout({"table": 4, "dp": 2}, order=("table", "dp"), microbatch=64)), "torchrec",
+         tmp_path)
+    document = json.loads((tmp_path / "torchrec.json").read_text())
+    held = EmbeddingBagCollection(device=torch.device("meta"), tables=[
+        EmbeddingBagConfig(name=name, embedding_dim=width, num_embeddings=rows, feature_names=[name])
+        for name, width, rows in (("posts", 256, 100_000), ("tags_0", 64, 1_000), ("tags_1", 64, 1_000))])
+    found = planner.EmbeddingShardingPlanner(
+        topology=planner.Topology(**document["topology"]), batch_size=document["batch_size"],
+        constraints={name: planner.ParameterConstraints(**each) for name, each in document["constraints"].items()},
+    ).plan(held, [EmbeddingBagCollectionSharder()])
+    chosen = {name: one.sharding_type for module in found.plan.values() for name, one in module.items()}
+    assert chosen.keys() == document["constraints"].keys()
+    assert all(kind in document["constraints"][name]["sharding_types"] for name, kind in chosen.items())
 
 
 @pytest.mark.parametrize("system", ["torchrec", "semel"])

@@ -147,5 +147,15 @@ def test_a_calibrated_device_writes_a_file_that_reads_back(tmp_path):
     assert cluster.device.matmul == again.matmul
 
 
+def test_what_was_not_measured_is_called_assumed_in_the_file(tmp_path):
+    samples = [sample for sample in measured() if sample.kind == "matmul"]
+    path = tmp_path / 'of a "quoted" name.toml'
+    path.write_text(device_toml(calibrated(H100, samples), path.name, H100))
+    origins = {}
+    load_device(path, origins)
+    said = {key.split(".")[-1]: origin.assumed for key, origin in origins.items()}
+    assert said == {"matmul": False, "attention": True, "vector": True}
+
+
 def test_golden_section():
     assert golden(lambda x: (x - 0.7) ** 2, 0.0, 2.0) == pytest.approx(0.7, abs=1e-3)

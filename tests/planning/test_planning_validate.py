@@ -1,13 +1,14 @@
 """How far the model is from published step times, and what is counted."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from semel.planning.calibrate import fit_reached
 from semel.planning.files import LIBRARY
 from semel.planning.memory import by_stage
-from semel.planning.validate import measurements, recomputed_flops, validate
+from semel.planning.validate import measurements, predicted, recomputed_flops, validate, with_reached
 from semel.planning.workload import unchecked
 
 
@@ -50,6 +51,24 @@ def test_published_runs_fit_into_memory():
                 refused.append(row.name)
     assert all("Llama 3 405B" in name for name in refused)
     assert len(refused) <= 3
+
+
+def test_what_ran_but_would_be_refused_is_said():
+    found = validate()
+    refused = {row.measurement.name for row in found.refused}
+    assert refused == {row.measurement.name for row in found.rows if row.memory > row.limit}
+    assert any("Llama 3 405B" in name for name in refused) and any("DeepSeek-V3" in name for name in refused)
+
+
+def test_errors_without_the_fit_stand_beside_those_with_it():
+    found = validate(["dgx-h100", "dgx-h100-fp8"])
+    assert [(each.device, each.dtype) for each in found.by_dtype] == [("h100", "bf16"), ("h100", "fp8")]
+    for each in (*found.summary, *found.by_dtype):
+        assert each.plain_mean > each.mean  # peaks that no kernel reaches are too fast
+    held_out = [row.measurement for row in found.rows if not row.measurement.fitted and row.measurement.counted]
+    plain = [abs(predicted(replace(each, cluster=with_reached(each.cluster, each.job.dtype, 1.0))).error)
+             for each in held_out]
+    assert found.summary[0].plain_worst == max(plain)
 
 
 def test_published_rates_become_seconds():

@@ -167,6 +167,23 @@ def test_greedy_keeps_its_limit():
         assert activations(schedule("greedy", 4, 24, send=3.0, limit=limit)).max() <= limit
 
 
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 64), st.sampled_from([0.0, 0.1, 1.0, 5.0, 30.0]),
+       st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 60))
+def test_greedy_runs_under_any_limit_that_holds_one_of_each_chunk(stages, chunks, microbatches, send, weight, more):
+    """Each chunk's place is kept for it: no number of micro-batches brings it to a standstill."""
+    limit = chunks + more
+    plan = schedule("greedy", stages, microbatches, chunks, backward_weight=weight, send=send, limit=limit)
+    check(plan)
+    assert activations(plan).max() <= limit
+
+
+def test_greedy_of_more_microbatches_than_its_trial_sees():
+    """Once a standstill: what was under way left later chunks no place, which only shows after the trial."""
+    for stages, chunks, send, limit in ((2, 2, 30.0, 56), (3, 3, 5.0, 27), (4, 4, 5.0, 56)):
+        check(schedule("greedy", stages, 64, chunks, send=send, limit=limit))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_csv_there_and_back(name, tmp_path: Path):
     plan = schedule(name, 4, 8, CHUNKED.get(name, 1))

@@ -110,7 +110,7 @@ def load_bars(plans: Mapping[str, Plan], levels: Sequence[str]) -> Figure:
                      "customdata": [plan.load.get(level, 0.0) for level in levels],
                      "hovertemplate": f"{name}, %{{x}}: %{{y:.3g}} GB, link busy %{{customdata:.0%}}<extra></extra>"})
     layout = {"barmode": "group", "xaxis": {"type": "category"}, "showlegend": True,
-              "yaxis": {"title": {"text": "GB a device and step"}, "type": "log"}}
+              "yaxis": {"title": {"text": "GB a device and step"}, "type": "log", "dtick": 1}}
     return Figure(data, layout, "Bytes by level", height=340, wide=True)
 
 
@@ -126,7 +126,8 @@ def bubbles(plans: Mapping[str, Plan]) -> Figure:
                      "marker": {"color": series((2, 5, 4, 6)[number % 4])},
                      "x": [plan.bubble.get(cause, 0.0) for plan in plans.values()],
                      "hovertemplate": f"%{{y}}: {cause} %{{x:.3f}} s<extra></extra>"})
-    layout = {"barmode": "stack", "xaxis": {"title": {"text": "seconds a step (mean over stages)"}}, "showlegend": True,
+    layout = {"barmode": "stack", "xaxis": {"title": {"text": "seconds, mean over stages"}}, "showlegend": True,
+              "legend": {"traceorder": "normal"},
               "yaxis": {"autorange": "reversed", "showgrid": False, "tickfont": {"color": "var(--ink)", "size": 13}}}
     return Figure(data, layout, "Where the step goes", height=130 + 40 * len(names), wide=True)
 
@@ -153,7 +154,7 @@ def scatter(plans: Sequence[Plan], marked: Mapping[str, Plan], outermost: str) -
     data.append(dots("winner", plans[:1], series(1), "star"))
     symbols = ("diamond", "square", "triangle-up", "cross", "x", "hexagon")
     for number, (name, plan) in enumerate(marked.items()):
-        data.append(dots(name, [plan], series(2 + number % 5), symbols[number % len(symbols)]))
+        data.append(dots(name, [plan], series((2 + number) % 7), symbols[number % len(symbols)]))
     layout = {"xaxis": {"title": {"text": "seconds a step"}}, "showlegend": True,
               "yaxis": {"title": {"text": "GB a device, at the peak"}, "rangemode": "tozero"}}
     return Figure(data, layout, f"Step time, memory, and bytes across {outermost} (size)", height=430, wide=True)
@@ -177,7 +178,7 @@ def gains(rows: Sequence[tuple[str, float, str]], caption: str) -> Figure:
         "cliponaxis": False, "textfont": {"color": "var(--ink)", "size": 12.5}, "marker": {"color": [
             series(2 if note else 1) for *_, note in rows]},
         "hovertemplate": "%{y}: %{x:.2%}<br>%{customdata}<extra></extra>"}]
-    layout = {"xaxis": {"title": {"text": "share of the step that +10 % saves"}, "tickformat": ".1%",
+    layout = {"xaxis": {"title": {"text": "share of the step saved"}, "tickformat": ".1%", "nticks": 6,
                         "range": [0, top * 1.2]}, "showlegend": False,
               "yaxis": {"autorange": "reversed", "showgrid": False, "tickfont": {"color": "var(--ink)", "size": 12.5}}}
     return Figure(data, layout, caption, height=110 + 30 * len(names), wide=True)

@@ -34,7 +34,7 @@ function draw() {
     const axes = Object.fromEntries(Object.keys({ xaxis: 0, yaxis: 0, ...figure.layout })
       .filter(name => /^[xy]axis\d*$/.test(name)).map(name => [name, AXIS]));
     const layout = merge(merge(LAYOUT, axes), figure.layout);
-    Plotly.react("plot-" + number, resolve(figure.data, style), resolve(layout, style), { displayModeBar: false, responsive: true });
+    Plotly.react("plot-" + number, resolve(figure.data, style), resolve(layout, style), { displayModeBar: false, responsive: false });
   });
   paint();
 }
@@ -147,4 +147,7 @@ if (canvas && TIMELINES.length) {
   choose(0);
 }
 draw();
+// A plot follows its place, however that came to be narrower: a window, a print, a column.
+const follow = new ResizeObserver(changes => changes.forEach(change => Plotly.Plots.resize(change.target)));
+document.querySelectorAll(".plot").forEach(plot => follow.observe(plot));
 dark.addEventListener("change", draw);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from semel.planning.explain import duration, where
+from semel.planning.explain import duration
 from semel.planning.report import figures
 from semel.planning.report.page import Card, Grid, Page, Section
 
@@ -95,7 +95,7 @@ def _row(name: str, plan: Plan) -> list[str]:
     exposed = sum(seconds for levels in plan.exposed.values() for seconds in levels.values())
     bubble = max(0.0, sum(seconds for cause, seconds in plan.bubble.items() if cause != "exposed communication"))
     return [name, duration(plan.seconds), f"{plan.mfu:.1%}", f"{plan.cost:.4g}", f"{plan.peak_memory / 1e9:.1f}",
-            f"{bubble / plan.seconds:.1%}", f"{exposed / plan.seconds:.1%}", f"{plan.title}. {where(plan)}"]
+            f"{bubble / plan.seconds:.1%}", f"{exposed / plan.seconds:.1%}", plan.title]
 
 
 def _sensitivity(found: Explained) -> Section:

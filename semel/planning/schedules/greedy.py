@@ -11,6 +11,8 @@ from semel.planning.schedules.operations import BACKWARD, INPUT, WEIGHT, Schedul
 
 TRIAL = 4
 """Candidates are compared on this many micro-batches a stage: what follows repeats."""
+ANY = 1 << 40
+"""More forwards under way than any step has."""
 
 
 def greedy(stages: int, microbatches: int, chunks: int, forward: float | Sequence[float],
@@ -22,10 +24,15 @@ def greedy(stages: int, microbatches: int, chunks: int, forward: float | Sequenc
     and backwards before forwards, and the order that ends first is taken. Halves of a backward that end up side by side
     are one whole.
 
+    It always ends: of both limits (activations held, forwards under way) a place is kept for each later chunk of the
+    same device. If everything waited, take the deepest forward that does, of chunk c: what its device holds is then of
+    earlier chunks, and each of these, when it was let in, left c its place.
+
     ``forward``, ``backward_input``, ``backward_weight``: seconds, one number or one a virtual stage; ``send``: seconds
     to the next virtual stage, one number or one a boundary. ``limit``: most activations of one chunk that a device
-    holds, from the forward to the weights' backward; by default twice 1F1B's and as many as hide the sends. Two
-    chunks a device are folded, more are looped. Raises ValueError for a limit under which the schedule cannot run.
+    holds, from the forward to the weights' backward; by default twice 1F1B's, as many as hide the sends,
+    or any number if that ends earlier. Two chunks a device are folded, more are looped. Raises ValueError for a limit
+    below one activation of each chunk.
     """
     placement = folded(stages) if chunks == 2 else looped(stages, chunks)
     held = len(placement)
@@ -42,16 +49,11 @@ def greedy(stages: int, microbatches: int, chunks: int, forward: float | Sequenc
         most = limit if limit is not None else max(2 * stages * chunks, int(under_way.max()))
         for forwards_first in (True, False):
             choice = (most, under_way, forwards_first)
-            *_, counts, end = list_schedule(on_device, stages, min(microbatches, TRIAL * stages), f, i, w, hop, *choice)
-            if counts.sum() == 3 * held * min(microbatches, TRIAL * stages) and end < best_end:
+            *_, end = list_schedule(on_device, stages, min(microbatches, TRIAL * stages), f, i, w, hop, *choice)
+            if best is None or end < best_end:
                 best, best_end = choice, end
-    if best is None:
-        raise ValueError(f"with {limit} activations a device {stages} stages of {chunks} chunks come to a standstill: "
-                         f"allow at least {stages * chunks}")
+    assert best is not None
     kinds, of, on, counts, _ = list_schedule(on_device, stages, microbatches, f, i, w, hop, *best)
-    if counts.sum() < 3 * held * microbatches:
-        raise ValueError(f"with {best[0]} activations a device {stages} stages of {chunks} chunks come to a "
-                         f"standstill: allow more")
     parts = []
     for device in range(stages):
         rows = np.stack([kinds[device], of[device], on[device]])[:, :counts[device]]
@@ -74,8 +76,8 @@ def _depths(placement: np.ndarray, stages: int, chunks: int, f: np.ndarray, i: n
         beyond[device] = (f + i)[first + 1:].sum() + 2 * hop[first:].sum()
     pace = max(float((f + i)[placement == device].sum()) for device in range(stages)) / chunks
     slow = max(float((f + i + w)[placement == device].sum()) for device in range(stages)) / chunks
-    found = [np.ceil(beyond / max(by, 1e-300)).astype(np.int64) + 1 for by in (slow, pace)]
-    return [found[0], found[1], 2 * found[1], np.full(stages, 1 << 40)]
+    found = [np.clip(np.ceil(beyond / max(by, 1e-300)) + 1, chunks, ANY).astype(np.int64) for by in (slow, pace)]
+    return [found[0], found[1], 2 * found[1], np.full(stages, ANY)]
 
 
 def _each(values: float | Sequence[float], count: int, name: str) -> np.ndarray:
@@ -121,7 +123,7 @@ def list_schedule(placement, stages, microbatches, f, i, w, hop, limit, under_wa
                     soon = min(soon, came)
                 elif next_i[c] < oldest:
                     backward, oldest = c, next_i[c]
-            if next_f[c] < microbatches and holds[d] + 1 + rank[c] <= limit and ahead[d] < under_way[d]:
+            if next_f[c] < microbatches and holds[d] + 1 + rank[c] <= limit and ahead[d] + rank[c] < under_way[d]:
                 came = came_f[c, next_f[c]]
                 if came > now:
                     soon = min(soon, came)
