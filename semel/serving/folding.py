@@ -80,11 +80,8 @@ class Folding:
         with table.lock:
             table.see(int(versions.max(initial=0)))
             vectors = table.folded.read(ids)
-            other = np.repeat((versions != table.version) | (as_of <= table.newest), lengths)
-            if len(table.ahead):
-                other |= np.isin(ids.numpy(), table.ahead)
-            other |= table.namesakes(items, ids.numpy())
-        if other.any():  # they see another catalogue than the newest
+            other = table.others(items, ids.numpy(), as_of, versions, lengths)
+        if other is not None and other.any():
             where = np.flatnonzero(other)
             some = torch.from_numpy(where)
             candidate = {"item_id": ids[some], **self._features(items[where], np.repeat(as_of, lengths)[where],
@@ -153,12 +150,20 @@ class _Table:
         place = np.minimum(np.searchsorted(known, ids), len(known) - 1)
         return np.where(known[place] == ids, keys[place], _NOBODY)
 
-    def namesakes(self, items: np.ndarray, ids: np.ndarray) -> np.ndarray | bool:
-        """Which of ``items`` share their stable id with an item of the catalogue, as "4.0" does with "4"."""
-        if self._raw is None:
-            return False
-        raw = self._raw_of(ids)
-        return (raw != items) & (raw != _NOBODY)
+    def others(self, items: np.ndarray, ids: np.ndarray, as_of: np.ndarray, versions: np.ndarray, lengths: np.ndarray
+               ) -> np.ndarray | None:
+        """Which candidates [C] (None: not one) have other features than those that vectors were made of: the request
+        sees an older catalogue, or they share their stable id with an item of it, as "4.0" does with "4"."""
+        older = (versions != self.version) | (as_of <= self.newest)
+        if not older.any() and not len(self.ahead) and self._raw is None:
+            return None
+        other = np.repeat(older, lengths)
+        if len(self.ahead):
+            other |= np.isin(ids, self.ahead)
+        if self._raw is not None:
+            raw = self._raw_of(ids)
+            other |= (raw != items) & (raw != _NOBODY)
+        return other
 
     def see(self, version: int) -> None:
         """The catalogue as of ``version``, if that is newer."""
