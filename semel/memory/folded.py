@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from semel.memory.layer import MemoryLayer
+from semel.memory.rowwise import Rowwise
 from semel.memory.table import Changes, ItemMemory, Rows
 
 NO_ROW = -1
 """The tower version of what was computed without a row."""
+_BLOCK = 32
+"""Rows computed at a time, always as many: torch computes the last elements of an array by other code than the ones
+before them, so that ``exp`` of one number may have other bits there."""
+_AT_ONCE = 8192
+"""Items whose always-on part is asked for at once."""
+
+
+@torch.no_grad()
+def fold(layer: MemoryLayer, always_on: Callable[[], Any], cached: Tensor, hit: Tensor) -> Tensor:
+    """What ``layer`` in eval mode makes of rows ``cached`` [N, dim], ``hit`` [N] and what ``layer.always_on`` takes,
+    which ``always_on()`` computes, N rows: [N, dim] float32. A row's bits depend on nothing but the row, as long as
+    modules are made of linear maps (``semel.memory.rowwise``) and of what works element by element."""
+    training = layer.training
+    layer.eval()
+    try:
+        with Rowwise():
+            inputs, parts = always_on(), []
+            for start in range(0, len(hit), _BLOCK):
+                rows = torch.arange(start, start + _BLOCK).clamp(max=len(hit) - 1)
+                base = layer.always_on(pytree.tree_map_only(Tensor, itemgetter(rows), inputs))
+                parts.append(layer.fused(cached[rows], base, hit[rows]).float())
+            return torch.cat(parts)[: len(hit)] if parts else cached.float()
+    finally:
+        layer.train(training)
 
 
 class FoldedMemory:
@@ -21,8 +49,9 @@ class FoldedMemory:
     asked for, and kept as well (``spare`` of them, those computed last).
 
     ``always_on_of(items [N]) -> `` what ``layer.always_on`` takes, N rows. ``update(changes)`` follows a memory
-    (``ItemMemory.changes``); where an item's always-on part has changed, ``forget`` it if it has no row, else pass its
-    row to ``update`` again. After a change of the layer's weights make a new one.
+    (``ItemMemory.changes``), ``renew(items, memory)`` items whose always-on part has changed. After a change of the
+    layer's weights make a new one. What is computed for an item has the same bits whatever was computed with it
+    (``fold``).
     """
 
     def __init__(self, layer: MemoryLayer, memory: ItemMemory, always_on_of: Callable[[Tensor], Any],
@@ -37,8 +66,15 @@ class FoldedMemory:
     @torch.no_grad()
     def update(self, changes: Changes) -> None:
         rows = changes.rows
-        fused = self._fused(rows.keys, rows.vectors, True)
+        fused = self._fused(rows.keys, rows.vectors, torch.ones(len(rows), dtype=torch.bool))
         self.rows.merge(Changes(Rows(rows.keys, fused, rows.step, rows.written, rows.tower), changes.gone))
+
+    def renew(self, items: Tensor, memory: ItemMemory) -> None:
+        """Compute ``items`` [N] anew, of which ``memory`` has the rows."""
+        vectors, hit, age = memory.read(items, now=0)
+        nothing = torch.zeros(int(hit.sum()), dtype=torch.int64)
+        self.forget(items[~hit])
+        self.update(Changes(Rows(items[hit], vectors[hit], nothing, -age[hit], nothing), nothing[:0]))
 
     def forget(self, items: Tensor) -> None:
         """Compute them anew when they are next asked for, as items without a row."""
@@ -50,7 +86,8 @@ class FoldedMemory:
         vectors, hit, _ = self.rows.read(item, out)
         if not bool(hit.all()):
             missing, where = torch.unique(item[~hit], return_inverse=True)
-            fused = self._fused(missing, torch.zeros(len(missing), self.rows.dim), False)
+            fused = self._fused(missing, torch.zeros(len(missing), self.rows.dim),
+                                torch.zeros(len(missing), dtype=torch.bool))
             vectors[~hit] = fused[where]
             self._keep(missing, fused)
         return vectors
@@ -66,11 +103,7 @@ class FoldedMemory:
         self._computed += len(items)
         self.rows.write(items, fused, tower=NO_ROW)
 
-    def _fused(self, item: Tensor, cached: Tensor, hit: bool) -> Tensor:
-        training = self.layer.training
-        self.layer.eval()
-        try:
-            base = self.layer.always_on(self.always_on_of(item))
-            return self.layer.fused(cached, base, torch.full((len(item),), hit)).float()
-        finally:
-            self.layer.train(training)
+    def _fused(self, item: Tensor, cached: Tensor, hit: Tensor) -> Tensor:
+        parts = zip(item.split(_AT_ONCE), cached.split(_AT_ONCE), hit.split(_AT_ONCE), strict=True)
+        return torch.cat([fold(self.layer, partial(self.always_on_of, some), rows, found)
+                          for some, rows, found in parts])

@@ -1,7 +1,7 @@
 """Where a log of deltas lies: named records that are written once, each whole or not at all.
 
-A folder, object storage through obstore (S3, Google Cloud Storage, Azure: any URL that it knows), or a Redis or Valkey
-server (``semel.memory.redis_sink``).
+A folder, object storage through obstore (S3, Google Cloud Storage, Azure: any URL that it knows), a Redis or Valkey
+server (``semel.memory.redis_sink``), or NATS JetStream (``semel.memory.nats_sink``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from semel.memory.redis_sink import SCHEMES, RedisSink
+from semel.memory import nats_sink, redis_sink
 
 
 class Sink(Protocol):
@@ -146,6 +146,9 @@ def open_sink(url: str | Path) -> Sink:
         return FolderSink(rest)
     if scheme in _OBJECTS:
         return ObjectSink(text)
-    if scheme in SCHEMES:
-        return RedisSink(text)
-    raise ValueError(f"{text}: unknown scheme {scheme!r}; give a folder, or one of {', '.join([*_OBJECTS, *SCHEMES])}")
+    if scheme in redis_sink.SCHEMES:
+        return redis_sink.RedisSink(text)
+    if scheme in nats_sink.SCHEMES:
+        return nats_sink.NatsSink(text)
+    raise ValueError(f"{text}: unknown scheme {scheme!r}; give a folder, or one of "
+                     f"{', '.join([*_OBJECTS, *redis_sink.SCHEMES, *nats_sink.SCHEMES])}")

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +56,8 @@ class DeltaSubscriber:
     Records are applied in order, each sequence number when all shards have it. One that was applied already is passed
     over; where one is missing or damaged, the next snapshot is loaded instead; a new epoch begins with its snapshot.
     ``freshness``: seconds from write to visible, of the last rows. ``start(interval)`` polls in a thread of its own
-    until ``close``; ``error`` is what the last poll raised there.
+    until ``close``; ``error`` is what the last poll raised there. ``on_new(memory, changes)``, where it is set, is
+    called with a memory that is going to be read and what it has taken since it last was, None for all of it.
 
     Raises DeltaGap, CorruptDelta for a log that cannot be followed (``memory`` stays what it was), OSError where
     ``url`` does not answer, ValueError for a log of a newer format.
@@ -66,6 +67,7 @@ class DeltaSubscriber:
         self.sink: Sink = open_sink(url)
         self.freshness: deque[float] = deque(maxlen=10_000)
         self.error: Exception | None = None
+        self.on_new: Callable[[ItemMemory, Sequence[Changes] | None], None] | None = None
         self._tables: list[_Table] = []
         self._between: list[tuple[Position, list[Changes]]] = []  # what the spare table lacks
         self._applied = 0
@@ -174,6 +176,8 @@ class DeltaSubscriber:
                 continue
             spare = _Table(_copy(table.memory))
             spare.position = table.position
+            if self.on_new is not None:
+                self.on_new(table.memory, None)
             with self._lock:
                 self._tables, self._between = [table, spare], []
             self._applied += len(table.memory)
@@ -200,10 +204,14 @@ class DeltaSubscriber:
         spare = self._tables[1]
         while spare.readers:  # of a request that began before the last swap
             time.sleep(0.0005)
+        taken = []
         for position, parts in [*self._between, *new]:
             for changes in parts:
                 spare.memory.merge(changes)
+            taken += parts
             spare.position = position
+        if self.on_new is not None:
+            self.on_new(spare.memory, taken)
         with self._lock:
             self._tables, self._between = [spare, self._tables[0]], new
         for _, parts in new:

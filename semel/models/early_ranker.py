@@ -28,6 +28,9 @@ from semel.models.sequence_ranker import make_encoder
 
 ROW, HIT = "memory_row", "memory_hit"
 """Of ``RequestBatch.candidate`` at serving: each candidate's row [C, dim], zeros without one, and whether there is."""
+VECTOR = "item_vector"
+"""In their place, and in that of the item's features: the vector [C, dim] that comes of them, where it was computed
+before."""
 
 
 class HashedId(nn.Module):
@@ -47,9 +50,10 @@ class EarlyRanker(nn.Module):
     """Logits ``user_t . item / sqrt(dim) + bias_t`` for each task t. ``request`` and ``score`` as of
     ``semel.models.fields.FieldRanker``.
 
-    Whence an item's vector comes is said by the batch: from rows of a memory where ``candidate`` holds ``ROW`` and
-    ``HIT`` (serving, replay), else from the tower; in train mode the tower's output is written to ``item.memory`` and
-    rows are hidden at random, in eval mode neither (how good the model is at what it has just learned).
+    Whence an item's vector comes is said by the batch: it is there already where ``candidate`` holds ``VECTOR``, comes
+    from rows of a memory where it holds ``ROW`` and ``HIT`` (both at serving and in replay), else from the tower. In
+    train mode the tower's output is written to ``item.memory`` and rows are hidden at random, in eval mode neither (how
+    good the model is at what it has just learned).
     """
 
     def __init__(self, config: ModelConfig, features: FeatureSpec, encoders: Mapping[str, nn.Module]) -> None:
@@ -92,6 +96,8 @@ class EarlyRanker(nn.Module):
 
     def items(self, candidate: Mapping[str, Any]) -> Tensor:
         """[C, dim]: each candidate's vector."""
+        if VECTOR in candidate:
+            return candidate[VECTOR]
         known, always_on = self.item_fields(candidate)
         if ROW in candidate:
             return self.item.fused(candidate[ROW], self.item.always_on(always_on), candidate[HIT])

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from semel.batch import RequestBatch
-    from semel.memory import DeltaSubscriber, ItemMemory, Position
+    from semel.memory import DeltaSubscriber, ItemMemory
 
 POLL_S = 0.25
 
@@ -41,15 +41,6 @@ def check_width(artifact: Any, rows: DeltaSubscriber) -> None:
     if layer is not None and memory is not None and memory.dim != layer.memory.dim:
         raise ValueError(f"the item memory at {rows.sink.url} has rows of {memory.dim} numbers, model "
                          f"{artifact.version} reads {layer.memory.dim}; name the log that its training writes")
-
-
-def with_rows(batch: RequestBatch, artifact: Any, rows: DeltaSubscriber) -> tuple[RequestBatch, Position | None]:
-    """``batch`` with the rows of its candidates, and the position they are of; None, and misses only, before anything
-    was published."""
-    if rows.position is None:
-        return joined(batch, artifact, None)[0], None
-    with rows.reading() as (memory, position):
-        return joined(batch, artifact, memory)[0], position
 
 
 def joined(batch: RequestBatch, artifact: Any, memory: ItemMemory | None) -> tuple[RequestBatch, Tensor, Tensor]:

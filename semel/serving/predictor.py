@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from semel.serving.errors import InvalidRequest, NonFiniteScore, Overloaded
 from semel.serving.exposures import Exposure, Membership, exposures_table
 from semel.serving.filters import check_filters, column_values, seen_items
 from semel.serving.group import GroupCommit
+from semel.serving.item_side import ItemSide
 from semel.serving.pace import Pace
 from semel.serving.requests import (
     RECOMMENDED,
@@ -84,6 +85,7 @@ class Predictor:
 
         self._artifact, self.store, self.catalogue = artifact, store, catalogue
         self.memory = memory
+        self._item_side = ItemSide(catalogue, memory, share)
         self.clock: Clock | SharedClock = Clock()
         self.served = [(artifact.version, self.clock.now())]
         self.max_candidates, self.share = max_candidates, share
@@ -311,8 +313,7 @@ class Predictor:
             return []
         answers: list[RankResult | Exception] = []
         checked = [self._filtered(one, artifact) for one in checked]
-        batch, history_s = self._materialize(checked, artifact)
-        batch, position = self._with_rows(batch, artifact)
+        batch, history_s, position = self._ready(checked, artifact)
         ready = time.perf_counter()
         scores = self._score(batch, artifact)
         scored = time.perf_counter()
@@ -381,8 +382,7 @@ class Predictor:
             live = Predictor(self.artifact, store, catalogue, share=self.share)
             now = replace(made_up, as_of=self.clock.now(), versions=live._versions())
             live._materialize([now, now], live.artifact)  # two of one user share a read, and copy it
-            batch, _ = live._materialize([now], live.artifact)
-            live._score(self._with_rows(batch, live.artifact)[0], live.artifact)
+            live._score(live._ready([now], live.artifact)[0], live.artifact)
         self.states.clear()
 
     def _made_up_score(self, artifact: ModelArtifact) -> _Checked:
@@ -392,8 +392,7 @@ class Predictor:
                                  self._string_items, self.max_candidates + 64)
         made_up = _Checked(0, "warm-up", user, items, {}, None, self.clock.now(), self._versions())
         for _ in range(2):
-            batch, _ = self._materialize([made_up], artifact)
-            score(artifact, self._with_rows(batch, artifact)[0], self.share)
+            score(artifact, self._ready([made_up], artifact)[0], self.share)
         return made_up
 
     @property
@@ -426,6 +425,8 @@ class Predictor:
             if store is not None:
                 store.refresh()
         self.states.clear()
+        for one in (self, *self.beside):
+            one._item_side.forget()
 
     def close(self) -> None:
         """Write what waits, then close what ``load`` opened. Safe to call again."""
@@ -485,8 +486,17 @@ class Predictor:
         return Pointers(users, np.array([one.as_of for one in requests], np.int64),
                         np.array([one.versions[0] for one in requests], np.int64))
 
-    def _materialize(self, requests: Sequence[_Checked], artifact: ModelArtifact) -> tuple[RequestBatch, float]:
-        """The batch, and the seconds that the histories took."""
+    def _ready(self, requests: Sequence[_Checked], artifact: ModelArtifact) -> tuple[RequestBatch, float,
+                                                                                     Position | None]:
+        """The batch as the model takes it, the seconds that the histories took, and whence its item rows are."""
+        batch, seconds = self._materialize(requests, artifact, self._item_side.way(artifact) != "folded")
+        items = np.concatenate([one.items for one in requests])
+        with self._item_side.rows(artifact) as (rows, position):
+            return rows(batch, items, [one.versions[1] for one in requests]), seconds, position
+
+    def _materialize(self, requests: Sequence[_Checked], artifact: ModelArtifact, of_items: bool = True
+                     ) -> tuple[RequestBatch, float]:
+        """The batch, with features ``of_items`` or without, and the seconds that the histories took."""
         from semel.batch import Jagged, RequestRows
         from semel.examples import materialize
         from semel.examples.context import context_columns
@@ -496,24 +506,9 @@ class Predictor:
                            np.array([one.versions[1] for one in requests], np.int64),
                            context_columns([one.context for one in requests], artifact.features.request),
                            Jagged(np.concatenate(items), offsets_of([len(own) for own in items])), {}, {})
-        batch = materialize(rows, self._reads, self.catalogue, artifact.features, checksum=True)
+        features = artifact.features if of_items else replace(artifact.features, candidate=())
+        batch = materialize(rows, self._reads, self.catalogue, features, checksum=True)
         return batch, self._reads.seconds
-
-    @contextmanager
-    def _rows(self, artifact: ModelArtifact) -> Iterator[tuple[Callable[[RequestBatch], RequestBatch],
-                                                               Position | None]]:
-        """A function that puts what the memory has of the candidates into a batch, all of one moment, and which."""
-        from semel.serving.item_rows import joined
-
-        with ExitStack() as stack:
-            memory = position = None
-            if self.memory is not None and self.memory.position is not None:
-                memory, position = stack.enter_context(self.memory.reading())
-            yield lambda batch: joined(batch, artifact, memory)[0], position
-
-    def _with_rows(self, batch: RequestBatch, artifact: ModelArtifact) -> tuple[RequestBatch, Position | None]:
-        with self._rows(artifact) as (joined, position):
-            return joined(batch), position
 
     def _score(self, batch: RequestBatch, artifact: ModelArtifact, states: list[Any] | None = None) -> Scores:
         if states is None and self.states.limit:
@@ -546,7 +541,8 @@ class Predictor:
                 one.request_id, *pointer, one.versions[1], one.context, one.items, scores.ranked_by, scores.tasks,
                 order, returned, artifact.version,
                 int(batch.request["history_checksum"][index]) & 0xFFFF_FFFF_FFFF_FFFF, int(history.lengths[index]),
-                0 if history.status is None else int(history.status[index]), path_name(self.share), "cpu", one.now,
+                0 if history.status is None else int(history.status[index]),
+                path_name(self._item_side.way(artifact)), "cpu", one.now,
                 Membership(batch.request_id[0], index, batch.requests, batch.candidates), position, one.stage,
                 one.part_of))
         best = order[:returned]

@@ -134,13 +134,14 @@ def _retrieve(by: Predictor, one: _Checked, context: Any, limit: int, seconds: f
     states = by._states(batch, artifact)
     diversity = one.filters.diversity
     encoded = time.perf_counter()
-    with by._rows(artifact) as (rows, position):
+    with by._item_side.rows(artifact) as (rows, position):
         found = scan.find(batch, states, one.as_of, limit, excluded, rows,
                           None if diversity is None else partial(by._values, one),
                           0 if diversity is None else diversity.most, None if seconds is None else started + seconds)
         scanned = time.perf_counter()
         batch = rows(replace(batch, candidate=scan.features(found.ids, one.as_of, found.version),
-                             candidate_offsets=torch.tensor([0, len(found.ids)]), label={}, label_mask={}))
+                             candidate_offsets=torch.tensor([0, len(found.ids)]), label={}, label_mask={}),
+                     found.ids, found.version)
     final = replace(one, items=found.ids, given=found.items, filters=Filters(),
                     versions=(one.versions[0], found.version))
     gathered = time.perf_counter()

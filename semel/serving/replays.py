@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from semel.serving.scoring import on_path, score
+from semel.serving.scoring import Way, on_path, score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,17 +191,18 @@ class Again:
         done = 0
         # By path: to change the number of threads costs more than to score a batch. Then forward through the memory.
         for path, batches in groupby(sorted(self._batches(), key=place_of), key=path_of):
-            with on_path(path) as share:
+            with on_path(path) as way:
                 for members in batches:
-                    self._one(members, store, catalogue, share, look)
+                    self._one(members, store, catalogue, way, look)
                     done += len(members)
                     if progress is not None:
                         progress(done)
 
-    def _one(self, members: np.ndarray, store: Any, catalogue: Any, share: bool, look: Look | None) -> None:
+    def _one(self, members: np.ndarray, store: Any, catalogue: Any, way: Way, look: Look | None) -> None:
         """One logged batch: its rows, materialized and scored again together."""
         from semel.examples import materialize
         from semel.memory import DeltaGap
+        from semel.serving.folding import with_vectors
         from semel.serving.item_rows import joined
 
         position = self.positions[members[0]]
@@ -219,7 +220,9 @@ class Again:
         batch, hit, written = joined(batch, self.artifact, memory)
         if look is not None:
             look(self, members, batch, hit, written)
-        again = score(self.artifact, batch, share)
+        if way == "folded":
+            batch = with_vectors(batch, self.artifact)
+        again = score(self.artifact, batch, way != "broadcast")
         checksums = batch.request["history_checksum"].numpy().view(np.uint64)
         status = batch.request["history"].status
         start = 0

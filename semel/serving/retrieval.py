@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from semel.history import HistoryStore
     from semel.models import ModelArtifact
     from semel.serving.approximate import FaissIndex
+    from semel.serving.item_side import Rows
 
 NEAR = 2
 """How many times the items that are wanted FAISS is asked for."""
@@ -69,7 +70,7 @@ class CatalogueScan:
             self._near.near(np.zeros(self._near.dim, np.float32), 1, items)
 
     def find(self, batch: RequestBatch, states: list[Any] | None, as_of: int, limit: int, excluded: np.ndarray,
-             rows: Callable[[RequestBatch], RequestBatch] = lambda batch: batch,
+             rows: Rows = lambda batch, ids, version: batch,
              values_of: Callable[[np.ndarray, int], np.ndarray] | None = None, most: int = 0,
              deadline: float | None = None) -> Found:
         """The ``limit`` best items for ``batch``'s one request that are not ``excluded``, at most ``most`` of one value
@@ -100,7 +101,7 @@ class CatalogueScan:
         return Found(np.sort(chosen(scores)), len(items), scanned, items.version)
 
     def _scores(self, batch: RequestBatch, states: list[Any] | None, items: Items, as_of: int,
-                rows: Callable[[RequestBatch], RequestBatch], deadline: float | None) -> tuple[np.ndarray, int]:
+                rows: Rows, deadline: float | None) -> tuple[np.ndarray, int]:
         """[len(items)] float32, -inf for what is not there yet at ``as_of`` and what there was no time for."""
         score = self._dot_scorer(states) if self._dot else \
             self._model_scorer(batch, states, items.version, as_of, rows)
@@ -148,7 +149,7 @@ class CatalogueScan:
             return self._artifact.model.request_vector(states[0])[0].float().cpu().numpy()  # type: ignore[operator]
 
     def _model_scorer(self, batch: RequestBatch, states: list[Any] | None, version: int, as_of: int,
-                      rows: Callable[[RequestBatch], RequestBatch]) -> Callable[[Any], np.ndarray]:
+                      rows: Rows) -> Callable[[Any], np.ndarray]:
         import torch
 
         from semel.serving.scoring import score
@@ -158,7 +159,7 @@ class CatalogueScan:
             candidate = block.payload if block.changed < as_of else self.features(block.ids, as_of, version)
             part = replace(batch, candidate=candidate, candidate_offsets=torch.tensor([0, len(block.ids)]), label={},
                            label_mask={})
-            return score(self._artifact, rows(part), states=states).logits
+            return score(self._artifact, rows(part, block.ids, version), states=states).logits
 
         return scores
 

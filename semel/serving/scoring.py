@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -107,23 +107,28 @@ def _logits(artifact: Any, batch: RequestBatch, share: bool, states: Sequence[An
     return artifact.model.score(state, batch.candidate, batch.candidate_offsets)
 
 
-def path_name(share: bool) -> str:
+Way = Literal["eager", "folded", "broadcast"]
+"""``eager``: the request side once a request; ``folded``: and the item side once an item (``semel.serving.folding``);
+``broadcast``: everything once a candidate."""
+
+
+def path_name(way: Way) -> str:
     """How scores are computed here, as exposures name it: with another number of threads the last bits may differ."""
     import torch
 
-    return f"{'eager' if share else 'broadcast'} threads={torch.get_num_threads()}"
+    return f"{way} threads={torch.get_num_threads()}"
 
 
 @contextmanager
-def on_path(path: str) -> Iterator[bool]:
-    """Compute as ``path`` (of an exposure) says; yields whether it shares. Raises ValueError for a path that this
+def on_path(path: str) -> Iterator[Way]:
+    """Compute as ``path`` (of an exposure) says; yields the way. Raises ValueError for a path that this
     version does not have."""
     import torch
 
-    match = re.fullmatch(r"(eager|broadcast)(?: threads=(\d{1,4}))?", path)
+    match = re.fullmatch(r"(eager|folded|broadcast)(?: threads=(\d{1,4}))?", path)
     if match is None:
-        raise ValueError(f"exposures were scored on path {path!r}, which this version does not have; it has 'eager' "
-                         "and 'broadcast'")
+        raise ValueError(f"exposures were scored on path {path!r}, which this version does not have; it has "
+                         "'eager', 'folded' and 'broadcast'")
     before = torch.get_num_threads()
     wanted = int(match[2]) if match[2] else before
     if wanted < 1:
@@ -131,7 +136,7 @@ def on_path(path: str) -> Iterator[bool]:
     try:
         if wanted != before:
             torch.set_num_threads(wanted)
-        yield match[1] == "eager"
+        yield cast(Way, match[1])
     finally:
         if wanted != before:
             torch.set_num_threads(before)

@@ -29,6 +29,14 @@ def test_rows_freshness_and_latency() -> None:
 
 
 @pytest.mark.timeout(180)
+def test_a_candidate_in_a_predictor() -> None:
+    result = printed("benchmarks.memory_serving", "--candidates", "100", "--rounds", "6", "--calls", "2")
+    each = result["microseconds_a_candidate"]
+    assert set(each) == {"memory", "rows", "frozen"} and min(each.values()) > 0
+    assert result["upper_bound"]["memory"] >= result["ratio"]["memory"] > 0
+
+
+@pytest.mark.timeout(180)
 def test_skew() -> None:
     (result,) = printed("benchmarks.memory_skew", "--seconds", "330", "--items", "2000", "--seeds", "1", "--reads",
                         "live")["live"]

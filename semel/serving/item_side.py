@@ -1,0 +1,78 @@
+"""The item side of what a predictor scores: whence rows and vectors of candidates come, all of one moment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from semel.serving.folding import Folding
+from semel.serving.item_rows import joined
+
+if TYPE_CHECKING:
+    from semel.batch import RequestBatch
+    from semel.history import HistoryStore
+    from semel.memory import Changes, DeltaSubscriber, ItemMemory, Position
+    from semel.models import ModelArtifact
+    from semel.serving.scoring import Way
+
+Rows = Callable[["RequestBatch", np.ndarray, Any], "RequestBatch"]
+"""A batch, the raw ids of its candidates [C], versions of the catalogue ([R] or one) -> the batch with their rows."""
+_KEPT = 3
+"""Models whose vectors are kept: the present one, the one before it and one that may take its place."""
+
+
+class ItemSide:
+    """``memory``: what rows are read from, of a model that has a memory; ``share``: candidates have vectors that are
+    kept (``semel.serving.folding``), not rows. Safe to use from several threads."""
+
+    def __init__(self, catalogue: HistoryStore | None, memory: DeltaSubscriber | None, share: bool) -> None:
+        self._catalogue, self._memory, self._share = catalogue, memory, share
+        self._foldings: dict[str, Folding] = {}
+        self._lock = threading.Lock()
+        if memory is not None:
+            memory.on_new = self._follow
+
+    def way(self, artifact: ModelArtifact) -> Way:
+        """How candidates of this model are scored."""
+        from semel.models.early_ranker import memory_layer
+
+        if not self._share:
+            return "broadcast"
+        return "eager" if memory_layer(artifact.model) is None else "folded"
+
+    @contextmanager
+    def rows(self, artifact: ModelArtifact) -> Iterator[tuple[Rows, Position | None]]:
+        """A function that puts what there is of the candidates into a batch, and of which position it is."""
+        with ExitStack() as stack:
+            memory = position = None
+            if self._memory is not None and self._memory.position is not None:
+                memory, position = stack.enter_context(self._memory.reading())
+            if self.way(artifact) == "folded":
+                folding = self._folding(artifact)
+                yield lambda batch, items, version: folding.folded(batch, items, version, memory), position
+            else:
+                yield lambda batch, items, version: joined(batch, artifact, memory)[0], position
+
+    def forget(self) -> None:
+        """Let go of all vectors: features that they were made of were erased."""
+        with self._lock:
+            self._foldings.clear()
+
+    def _folding(self, artifact: ModelArtifact) -> Folding:
+        with self._lock:
+            if artifact.version not in self._foldings:
+                self._foldings[artifact.version] = Folding(artifact, self._catalogue)
+                for old in list(self._foldings)[:-_KEPT]:
+                    del self._foldings[old]
+            return self._foldings[artifact.version]
+
+    def _follow(self, memory: ItemMemory, changes: Sequence[Changes] | None) -> None:
+        """``memory`` has taken ``changes`` and is going to be read."""
+        with self._lock:
+            foldings = list(self._foldings.values())
+        for folding in foldings:
+            folding.follow(memory, changes)
