@@ -69,10 +69,10 @@ def test_bad_sizes_are_refused():
 
 
 def outcomes(first, count, at):
-    keys = [f"key-{number}" for number in range(first, first + count)]
-    return pa.table({"request_id": ["r"] * count, "item_id": pa.array([1] * count, pa.int64()),
-                     "task": ["click"] * count, "value": pa.array([1.0] * count, pa.float32()), "received_at": pa.array([at] * count, pa.int64()),
-                     "outcome_key": keys})
+    return pa.table({
+        "request_id": ["r"] * count, "item_id": pa.array([1] * count, pa.int64()), "task": ["click"] * count,
+        "value": pa.array([1.0] * count, pa.float32()), "received_at": pa.array([at] * count, pa.int64()),
+        "outcome_key": [f"key-{number}" for number in range(first, first + count)]})
 
 
 def test_outcome_keys_are_known_over_restarts_and_segments_and_forgotten_after_their_window(tmp_path):
