@@ -33,6 +33,7 @@ class Published:
         self._gauges = {name: Gauge(f"semel_loop_{name}", text, registry=registry) for name, text in FIGURES.items()}
         self._by_process = {name: Gauge(f"semel_loop_{name}", text, ["process"], registry=registry) for name, text in (
             ("up", "1 if the process runs"), ("restarts", "Times it was started again"),
+            ("hangs", "Times it gave no sign of life and was killed"),
             ("rss_bytes", "Memory of its own that it holds"))}
         self._failed = Gauge("semel_loop_failed_attempts", "Attempts that failed and were repeated", ["why"],
                              registry=registry)
@@ -47,6 +48,7 @@ class Published:
         for name, facts in sample["processes"].items():
             self._by_process["up"].labels(name).set(float(facts["up"]))
             self._by_process["restarts"].labels(name).set(facts["restarts"])
+            self._by_process["hangs"].labels(name).set(facts["hangs"])
             self._by_process["rss_bytes"].labels(name).set(1e6 * (facts["rss_mb"] or 0.0))
         for why, count in sample["failed"].items():
             self._failed.labels(why).set(count)

@@ -24,8 +24,14 @@ from semel.loop.process import Child, end_leftover
 from semel.loop.publishing import Published
 from semel.loop.sampling import Sampler, scrape
 
+FRESH_S = 5.0
+"""A sign of life that is older is none."""
+ALIVE = "alive"
+"""What a trainer touches in its run (``semel.training.follow``, which imports torch)."""
 NAMES = ("server", "joiner", "trainer", "driver")
-SILENCE_S = {"server": 30.0, "joiner": 60.0, "driver": 60.0}
+SILENCE_S = {"server": 30.0, "joiner": 60.0, "driver": 60.0, "trainer": 120.0}
+"""Without a sign of life for so long, a process that gave one before hangs. A trainer gives one a step: the first step
+on a machine compiles."""
 GIVE_UP_AFTER = 8
 """Ends in a row of a process that never came to life: starting it again does not help. One that did is tried for as
 long as it takes: disks are emptied, too."""
@@ -58,6 +64,7 @@ class Loop:
         self._stopping = threading.Event()
         self._server: dict[str, float] = {}
         self.url = self.metrics_url = ""
+        self._run_folder = Path()
         self.children: dict[str, Child] = {}
         self.kills: list[dict[str, Any]] = []
 
@@ -91,12 +98,13 @@ class Loop:
 
     def _run(self, run: Path, duration: float | None, on_sample: Callable[[dict[str, Any]], None] | None
              ) -> dict[str, Any]:
+        self._run_folder = run
         port = self._port or _free_port()
         self.url = f"http://127.0.0.1:{port}"
         sampler, published = Sampler(self.folder, run), Published(self._metrics_port)
         self.metrics_url = published.url
         self.children = {name: Child(name, words, self.folder.logs / f"{name}.log", self._pid_file(name),
-                                     SILENCE_S.get(name)) for name, words in self._commands(run, port).items()}
+                                     SILENCE_S[name]) for name, words in self._commands(run, port).items()}
         self._say(f"serves at {self.url}; metrics at {self.metrics_url}")
         began = began_serving = time.monotonic()
         before = self.folder.read_status("driver").get("time", 0.0)
@@ -169,12 +177,12 @@ class Loop:
                 self._say(said)
             if child.failures >= GIVE_UP_AFTER and not child.has_lived:
                 raise RuntimeError(f"{name} ends again and again: {_last_line(child.log)} (see {child.log})")
-            if name in ("driver", "joiner"):
-                told = self.folder.read_status(name).get("time", 0.0)
-                if told and time.time() - told < 5.0:
-                    self._alive(name, child, told)
-            elif name == "trainer" and child.up:
-                self._alive(name, child, _changed(self.folder.runs))
+            if name == "server":
+                continue  # who scrapes it signs for it
+            told = _touched(self._run_folder / ALIVE) if name == "trainer" else \
+                self.folder.read_status(name).get("time", 0.0)
+            if told and time.time() - told < FRESH_S:
+                self._alive(name, child, told)
 
     def _alive(self, name: str, child: Child, told: float) -> None:
         """A process told of itself, at ``told`` (by the wall clock)."""
@@ -294,7 +302,9 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _changed(runs: Path) -> float:
-    """When a trainer last wrote curves or a checkpoint (wall clock)."""
-    times = [path.stat().st_mtime for pattern in ("*/metrics.jsonl", "*/checkpoints") for path in runs.glob(pattern)]
-    return max(times, default=0.0)
+def _touched(path: Path) -> float:
+    """When (wall clock); 0 of what is not there."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
