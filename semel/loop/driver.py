@@ -35,6 +35,7 @@ ASKING = 4
 PAGE_FROM = 100
 """Items of the catalogue that are retrieved and ranked for a page."""
 AGAIN_S = 0.25
+FORGET_EVERY_S = 30.0
 ROWS_A_POST, ITEMS_A_POST = 400, 200
 EVENT_DELAY_S, OUTCOME_DELAY_S = 0.15, 0.8
 LATE_SHARE = 0.01
@@ -71,8 +72,12 @@ class Driver:
         self._began = time.monotonic()
         for thread in (*askers, *senders, items):
             thread.start()
+        swept = self._began
         while not self.stopping.wait(1.0):
             self._tell()
+            if self.config.retention and time.monotonic() - swept >= FORGET_EVERY_S:
+                self.ledger.forget(time.time() - self.config.retention)
+                swept = time.monotonic()
             if not any(thread.is_alive() for thread in askers):
                 break
         for thread in askers:

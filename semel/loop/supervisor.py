@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from semel.loop.config import LoopConfig, LoopFolder
 from semel.loop.preparing import Stopped, command, overrides, prepare
 from semel.loop.process import Child, end_leftover
 from semel.loop.publishing import Published
+from semel.loop.retention import Broom, sweeping
 from semel.loop.sampling import Sampler, scrape
 
 FRESH_S = 5.0
@@ -37,6 +39,7 @@ GIVE_UP_AFTER = 8
 long as it takes: disks are emptied, too."""
 STATE_MIB = 16
 """Of request states: the driver asks for one page of each request, so none is ever found again."""
+SWEEP_EVERY_S = 30.0
 LAST_KILL_S = 15.0
 """Before a loop's end nothing is killed any more, so that all have caught up."""
 
@@ -110,6 +113,10 @@ class Loop:
         before = self.folder.read_status("driver").get("time", 0.0)
         scraper = threading.Thread(target=self._scrape, daemon=True)
         scraper.start()
+        broom = Broom(self.folder, run, self.config.retention, self.config.window) if self.config.retention else None
+        sweeper = threading.Thread(target=sweeping, args=(broom, SWEEP_EVERY_S, self._stopping, self._say), daemon=True)
+        if broom is not None:
+            sweeper.start()
         sample: dict[str, Any] = {}
         last_written = 0.0
         chaos = self._chaos_times(duration)
@@ -147,11 +154,15 @@ class Loop:
             self._stopping.set()
             self._end(failed)
             scraper.join(5)
+            if broom is not None:
+                sweeper.join(30)
             published.close()
         last = self._sample(sampler, time.monotonic() - began_serving)
         with self.folder.samples.open("a") as samples:
             samples.write(json.dumps(last) + "\n")
-        return {**last, "kills": self.kills, "seconds": time.monotonic() - began_serving, "url": self.url}
+        removed = None if broom is None else asdict(broom.swept)
+        return {**last, "removed": removed, "kills": self.kills, "seconds": time.monotonic() - began_serving,
+                "url": self.url}
 
     def _commands(self, run: Path, port: int) -> dict[str, list[str]]:
         folder = self.folder
