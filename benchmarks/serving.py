@@ -1,7 +1,7 @@
 """Serving: how long a ranked request takes, what sharing is worth, retrieval over whole catalogues, hot swaps.
 
     python -m benchmarks.serving [--requests 300] [--json serving.json]
-    python -m benchmarks.serving sharing [--seconds 8] [--history 1024] [--json sharing.json]
+    python -m benchmarks.serving sharing [--seconds 8] [--history 1024] [--models sequence_dcnv2] [--small] [--json F]
     python -m benchmarks.serving retrieval [--items 16384 131072 1048576] [--limits 500 16384] [--rounds 50] \
         [--faiss HNSW32] [--json F]
     python -m benchmarks.serving swap [--seconds 30] [--json swap.json]
@@ -13,9 +13,11 @@ Latency: an HSTU ranker (2 layers, width 64) over histories of 200 and 1,024 eve
 ways and two processes on the same cores.
 
 Sharing: ``semel serve`` with the request side computed once per request, and with ``--no-share``, which copies it to
-every candidate; histories of ``--history`` events, HSTU and DCN V2. Closed loop: each client asks again when it has
-its answer. ``paged`` asks for nine more pages of each request's candidates, whose state is kept. The ratio is of
-requests a second at equal p99: sharing takes as many clients as its p99 stays below that of one client without.
+every candidate; histories of ``--history`` events; HSTU with DCN V2 as its scorer, HSTU, and DCN V2. ``--models``
+names others, ``--small`` is a minute's size (64 candidates, 128 events, the first model). Closed loop: each client
+asks again when it has its answer. ``paged`` asks for nine more pages of each request's candidates, whose state is
+kept. The ratio is of requests a second at equal p99: sharing takes as many clients as its p99 stays below that of one
+client without.
 
 Retrieval and swap: ``benchmarks/serving_stages.py`` says what they do.
 """
@@ -172,12 +174,12 @@ def closed_loop(url: str, clients: int, seconds: float, pages: int = 1) -> dict[
             "requests_per_s": len(latencies) / (time.perf_counter() - started)}
 
 
-def sharing(seconds: float, history: int) -> dict[str, Any]:
+def sharing(seconds: float, history: int, models: list[str]) -> dict[str, Any]:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         make_store(store, history)
-        for kind in ("sequence_ranker", "dcnv2"):
+        for kind in models:
             run = Path(folder) / kind
             save_ranker(run, history, kind)
             for share, loads in ((False, ((1, 1),)), (True, ((1, 1), (2, 1), (4, 1), (1, 10)))):
@@ -188,7 +190,7 @@ def sharing(seconds: float, history: int) -> dict[str, Any]:
                         how = "off" if not share else "on" if pages == 1 else "paged"
                         results.append({"model": kind, "share": how, **closed_loop(url, clients, seconds, pages)})
     ratios = {}
-    for kind in ("sequence_ranker", "dcnv2"):
+    for kind in models:
         own = [row for row in results if row["model"] == kind]
         [off] = [row for row in own if row["share"] == "off"]
         for how in ("on", "paged"):
@@ -211,6 +213,9 @@ def show_sharing(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("latency", "sharing", "retrieval", "swap"), default="latency")
+    parser.add_argument("--models", nargs="+", default=["sequence_dcnv2", "sequence_ranker", "dcnv2"],
+                        help="of sharing: kinds of rankers")
+    parser.add_argument("--small", action="store_true", help="of sharing: a size that takes a minute")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--history", type=int, default=1024)
@@ -220,10 +225,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.small:
+        global CANDIDATES
+        CANDIDATES = 64
+        arguments.seconds, arguments.history, arguments.models = 2.0, 128, arguments.models[:1]
     if arguments.what != "latency":
         from benchmarks.serving_stages import retrieval, show_retrieval, show_swap, swap
 
-        found = sharing(arguments.seconds, arguments.history) if arguments.what == "sharing" else \
+        found = sharing(arguments.seconds, arguments.history, arguments.models) if arguments.what == "sharing" else \
             swap(arguments.seconds) if arguments.what == "swap" else \
             retrieval(arguments.items, arguments.limits, arguments.rounds, arguments.faiss)
         {"sharing": show_sharing, "retrieval": show_retrieval, "swap": show_swap}[arguments.what](found)

@@ -33,6 +33,8 @@ def serve(
     state_cache: Annotated[int, typer.Option(min=0, help="MiB of request states that are kept; 0 keeps none.")] = 256,
     memory: Annotated[str | None, typer.Option(help="Where training publishes item rows (a folder or a URL).",
                                                show_default="RUN/memory")] = None,
+    compact_rows: Annotated[int, typer.Option(min=0, help="Events in a store's log after which it is compacted beside "
+                                              "the requests; 0: never.")] = 50_000,
     log_level: Annotated[str, typer.Option(help="warning, or info: a JSON line for each request.")] = "warning",
     otlp: Annotated[str | None, typer.Option(help="URL of an OpenTelemetry collector to send spans to (semel[otel]), "
                                              "such as http://127.0.0.1:4318.")] = None,
@@ -60,4 +62,4 @@ def serve(
     run_server(run, store, host, port, workers=workers, ready=ready, retrieve=retrieve, prerank=prerank, memory=memory,
                faiss=faiss, token=token, max_candidates=max_candidates, queue=queue,
                latency_target=latency_target / 1e3, scorers=scorers, threads=threads, share=share,
-               state_bytes=state_cache << 20, log_level=log_level, otlp=otlp)
+               state_bytes=state_cache << 20, compact_rows=compact_rows, log_level=log_level, otlp=otlp)

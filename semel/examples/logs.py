@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from semel.examples.exposures import check_exposures, conform, exposure_schema, id_type, outcome_schema
+from semel.examples.recent_keys import DAY_US, REMEMBERED, RecentKeys, digest_of
 from semel.history import SegmentWriter, read_segments
 
 FORMAT_VERSION = 1
@@ -120,13 +120,15 @@ class OutcomeLog:
     """Outcomes in the order in which they were received (``OUTCOME_SCHEMA``).
 
     An outcome whose ``outcome_key`` was seen before is a retry and is dropped. The last ``remember`` keys are known,
-    over restarts too; ``join`` ignores what slips through, since an outcome repeated changes nothing there.
+    those of the last ``window_us`` of ``received_at``, over restarts too; ``join`` ignores what slips through, since an
+    outcome repeated changes nothing there.
     """
 
-    def __init__(self, path: str | Path, segment_bytes: int = SEGMENT_BYTES, remember: int = 1_000_000) -> None:
+    def __init__(self, path: str | Path, segment_bytes: int = SEGMENT_BYTES, remember: int = REMEMBERED,
+                 window_us: int = DAY_US) -> None:
         self._log = _Segments(path, "outcomes", outcome_schema, segment_bytes)
-        self._remember = remember
-        self._keys: OrderedDict[str, None] | None = None
+        self._remember, self._window = remember, window_us
+        self._keys: RecentKeys | None = None
 
     def append(self, table: pa.Table) -> int:
         """Adds outcomes, durable on return; returns how many were new. Raises ValueError for a table that does not fit
@@ -139,30 +141,38 @@ class OutcomeLog:
             if not np.isfinite(value).all():
                 raise ValueError(f"outcomes: value {value[~np.isfinite(value)][0]} is not a finite number")
             keys = table["outcome_key"].to_pylist()
-            known = self._known()
-            fresh: dict[str, None] = {}
+            digests = _digests(keys)
+            if self._keys is None:
+                self._keys = self._stored_keys()
+            fresh: set[bytes] = set()
             keep = []
-            for row, key in enumerate(keys):
-                if key is None or (key not in known and key not in fresh):
+            for row, (digest, known) in enumerate(zip(digests, self._keys.known(digests), strict=True)):
+                if digest is None or not (known or digest in fresh):
                     keep.append(row)
-                    if key is not None:
-                        fresh[key] = None
+                    if digest is not None:
+                        fresh.add(digest)
             if keep:
                 self._log.append(table if len(keep) == len(table) else table.take(keep))
-            known.update(fresh)  # after the append: a failed one may be tried again
-            self._forget()
+            self._keys.add(fresh, int(table["received_at"].to_numpy().max()))  # a failed append may be tried again
             return len(keep)
 
-    def _known(self) -> OrderedDict[str, None]:
-        if self._keys is None:
-            stored = self._log.read()["outcome_key"].drop_null().to_pylist()
-            self._keys = OrderedDict.fromkeys(stored[-self._remember:])
-        return self._keys
-
-    def _forget(self) -> None:
-        known = self._known()
-        while len(known) > self._remember:
-            known.popitem(last=False)
+    def _stored_keys(self) -> RecentKeys:
+        """Those that the end of the log has, read from the last segment backwards until they are enough."""
+        found: list[tuple[list[bytes | None], int]] = []
+        count = 0
+        for path in reversed(self._log.segments()):
+            own = []
+            for _, batch in read_segments(path):
+                own.append((_digests(batch.column("outcome_key").to_pylist()),
+                            int(np.max(batch.column("received_at").to_numpy(), initial=0))))
+            found = own + found
+            count += sum(len(digests) for digests, _ in own)
+            if count >= self._remember or (own and found[-1][1] - own[0][1] > self._window):
+                break
+        known = RecentKeys(self._remember, self._window)
+        for digests, at in found:
+            known.add(digests, at)
+        return known
 
     def read(self) -> pa.Table:
         """All outcomes that are durable now; an empty table where there is no log."""
@@ -177,6 +187,10 @@ class OutcomeLog:
     def close(self) -> None:
         with self._log.lock:
             self._log.close()
+
+
+def _digests(keys: Sequence[str | None]) -> list[bytes | None]:
+    return [None if key is None else digest_of(key) for key in keys]
 
 
 def write_atomic(path: Path, content: bytes) -> None:

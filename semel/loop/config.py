@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from semel.training import Recipe
 
 FORMAT = 1
+LEAST_RETENTION_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class LoopConfig:
     """``data``: a data set (as ``semel ingest`` takes it) whose events are replayed by time; None: the simulated site.
     ``speedup``: seconds of that time in one second. ``rate``: requests a second of the simulated site, which has
     ``users`` and ``past_hours`` of history; a replay asks when its users did, from ``begin_share`` of all events on.
-    ``window``: seconds in which an outcome counts. ``assign``: (field, value) pairs that override the recipe's."""
+    ``window``: seconds in which an outcome counts. ``retention``: seconds for which what was served can be computed
+    again; what is older and needed no more is removed (``semel.loop.retention``), 0: nothing is. ``assign``: (field,
+    value) pairs that override the recipe's."""
 
     recipe: str = "site_rank"
     data: str | None = None
@@ -35,6 +38,7 @@ class LoopConfig:
     past_hours: int = 24 * 14
     begin_share: float = 0.6
     window: float = 15.0
+    retention: float = 86_400.0
     seed: int = 0
     assign: tuple[tuple[str, str], ...] = ()
 
@@ -42,6 +46,9 @@ class LoopConfig:
         for name in ("speedup", "rate", "window"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        if self.retention and not LEAST_RETENTION_S <= self.retention < float("inf"):
+            raise ValueError(f"retention must be 0 (nothing is removed) or at least {LEAST_RETENTION_S:g} seconds, got "
+                             f"{self.retention:g}")
         if self.rate > 5000:
             raise ValueError(f"rate must be at most 5000 requests a second, got {self.rate}")
         if not 0 < self.begin_share < 1:

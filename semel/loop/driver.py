@@ -1,4 +1,4 @@
-"""The driver: asks for rankings as a site would, answers as its users do, and sends what they did.
+"""The driver: asks for recommendations as a site would, answers as its users do, and sends what they did.
 
     python -m semel.loop.driver FOLDER URL
 
@@ -24,13 +24,18 @@ from semel.loop.config import LoopFolder
 from semel.loop.figures import Entropy, Recent, quantile
 from semel.loop.ledger import Answer, Ledger
 from semel.loop.sites import NEW_PLACES, Ask, Site, make_site
+from semel.serving.requests import MOST_RETRIEVED, StageSize
+from semel.serving.results import RankResult, RecommendResult
 
 if TYPE_CHECKING:
-    from semel.serving import Client, RankResult
+    from semel.serving import Client
 
 ASKING = 4
 """Requests that are on their way at once, at most."""
+PAGE_FROM = 100
+"""Items of the catalogue that are retrieved and ranked for a page."""
 AGAIN_S = 0.25
+FORGET_EVERY_S = 30.0
 ROWS_A_POST, ITEMS_A_POST = 400, 200
 EVENT_DELAY_S, OUTCOME_DELAY_S = 0.15, 0.8
 LATE_SHARE = 0.01
@@ -67,8 +72,12 @@ class Driver:
         self._began = time.monotonic()
         for thread in (*askers, *senders, items):
             thread.start()
+        swept = self._began
         while not self.stopping.wait(1.0):
             self._tell()
+            if self.config.retention and time.monotonic() - swept >= FORGET_EVERY_S:
+                self.ledger.forget(time.time() - self.config.retention)
+                swept = time.monotonic()
             if not any(thread.is_alive() for thread in askers):
                 break
         for thread in askers:
@@ -138,30 +147,42 @@ class Driver:
         return not self.stopping.is_set()
 
     def _one(self, ask: Ask) -> None:
-        new = self._new_candidates(ask)
-        candidates = [*ask.candidates[: len(ask.candidates) - len(new)], *new]
         while not self.stopping.is_set():
             before = self._versions.get(ask.user_id, 0)
             started = time.perf_counter()
             try:
-                result = self.client.rank(ask.user_id, candidates, ask.context, as_of=ask.as_of)
+                result = self._ranked(ask) if ask.candidates is not None else self._recommended(ask)
             except Exception as error:
-                self._failed("rank", error)
+                self._failed("recommend" if ask.candidates is None else "rank", error)
                 self.stopping.wait(AGAIN_S)
                 continue
-            self.figures.ranked(time.perf_counter() - started, len(result.results), len(candidates),
-                                result.pointer.version < before)
-            self._answered(ask, result, new)
+            counts = [result.counts] if isinstance(result, RankResult) else [one.counts for one in result.stages]
+            self.figures.ranked(time.perf_counter() - started, sum(one["scored"] for one in counts),
+                                sum(one["in"] for one in counts), result.pointer.version < before)
+            self._answered(ask, result)
             return
 
-    def _new_candidates(self, ask: Ask) -> list[Any]:
+    def _recommended(self, ask: Ask) -> RecommendResult:
+        """Of the whole catalogue, by the server's stages. While there are items that nobody has seen, all are ranked:
+        one of those will be on the page."""
+        with self._turn:
+            wanted = MOST_RETRIEVED if self._unseen else PAGE_FROM
+        return self.client.recommend(ask.user_id, wanted, ask.context, as_of=ask.as_of, retrieve=StageSize(wanted))
+
+    def _ranked(self, ask: Ask) -> RankResult:
+        """Of the request's own candidates, some of which give way to items that nobody has seen."""
+        assert ask.candidates is not None
         with self._turn:
             new = [item for item in list(self._unseen)[: NEW_PLACES] if item not in ask.candidates]
-        return new[: len(ask.candidates) // 2]
+        new = new[: len(ask.candidates) // 2]
+        candidates = [*ask.candidates[: len(ask.candidates) - len(new)], *new]
+        return self.client.rank(ask.user_id, candidates, ask.context, as_of=ask.as_of)
 
-    def _answered(self, ask: Ask, result: RankResult, new: list[Any]) -> None:
+    def _answered(self, ask: Ask, result: RankResult | RecommendResult) -> None:
         now = time.time()
         with self._turn:
+            there = {item for item, _ in result.results}
+            new = [item for item in self._unseen if item in there]
             seen = self.site.seen(ask, [item for item, _ in result.results], new)
             score = dict(result.results)
             answer = Answer(

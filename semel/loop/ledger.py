@@ -24,7 +24,11 @@ CREATE INDEX IF NOT EXISTS unsent_outcomes ON answers (number) WHERE outcomes_at
 CREATE TABLE IF NOT EXISTS items (
     item_id TEXT PRIMARY KEY, row TEXT NOT NULL, began_at REAL, acknowledged_at REAL, shown_at REAL, request_id TEXT);
 CREATE TABLE IF NOT EXISTS position (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS by_time ON answers (answered_at);
 """
+
+
+_FORGOTTEN = "SELECT COALESCE(MAX(value), 0) FROM position WHERE name = 'forgotten'"
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,41 @@ class Ledger:
             self._db.execute("COMMIT")
 
     def answered(self, number: int) -> bool:
-        return bool(self._rows("SELECT 1 FROM answers WHERE number = ?", (number,)))
+        return number < self._forgotten or bool(self._rows("SELECT 1 FROM answers WHERE number = ?", (number,)))
 
     def first_unanswered(self) -> int:
         """The smallest number that has no answer."""
+        gone = self._forgotten
         count, last = self._rows("SELECT COUNT(*), MAX(number) FROM answers")[0]
-        if not count or last + 1 == count:
-            return int(count)
+        if not count or last + 1 == gone + count:
+            return int(gone + count)
         known = {row[0] for row in self._rows("SELECT number FROM answers")}
-        return next(number for number in range(count + 1) if number not in known)
+        return next(number for number in range(gone, gone + count + 1) if number not in known)
+
+    def forget(self, before: float) -> int:
+        """Let go of answers of before a moment (wall clock) whose events and outcomes were acknowledged, from the first
+        number on without a gap; and of items that were shown before it. How many answers; ``counts`` has them on."""
+        with self._lock, self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            [[gone]] = self._db.execute(_FORGOTTEN).fetchall()
+            first = self._db.execute("SELECT MIN(number) FROM answers WHERE answered_at >= ? OR events_at IS NULL OR "
+                                     "outcomes_at IS NULL", (before,)).fetchone()[0]
+            upto = gone
+            for (number,) in self._db.execute("SELECT number FROM answers WHERE ? IS NULL OR number < ? "
+                                              "ORDER BY number", (first, first)):
+                if number != upto:
+                    break  # an earlier one is still asked
+                upto += 1
+            self._db.execute("DELETE FROM answers WHERE number < ?", (upto,))
+            self._db.execute("DELETE FROM items WHERE shown_at < ?", (before,))
+            self._db.execute("INSERT OR REPLACE INTO position VALUES ('forgotten', ?)", (upto,))
+            self._db.execute("COMMIT")
+        return int(upto - gone)
+
+    @property
+    def _forgotten(self) -> int:
+        """All numbers below were answered, and let go of."""
+        return int(self._rows(_FORGOTTEN)[0][0])
 
     def answers(self, where: str = "1", most: int = -1) -> Iterator[Answer]:
         """In the order of the answers; ``most`` of the last ones."""
@@ -98,8 +128,8 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Answers so far, and how many of them have acknowledged events and outcomes."""
-        row = self._rows("SELECT COUNT(*), COUNT(events_at), COUNT(outcomes_at) FROM answers")[0]
-        return dict(zip(("answers", "events", "outcomes"), row, strict=True))
+        row, gone = self._rows("SELECT COUNT(*), COUNT(events_at), COUNT(outcomes_at) FROM answers")[0], self._forgotten
+        return {name: gone + count for name, count in zip(("answers", "events", "outcomes"), row, strict=True)}
 
     # Items
 

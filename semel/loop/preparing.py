@@ -16,8 +16,8 @@ from semel.loop.config import LoopConfig, LoopFolder, Served
 
 FIRST_EPOCHS = "1"
 LIVE = (("keep_versions", "100000"), ("memory.keep", "100000"), ("version_seconds", "10"))
-"""Of the run that follows: whatever was served can be computed again, and what was learnt is served soon, also by a
-trainer that never catches up."""
+"""Of the run that follows: nothing is removed but what ``semel.loop.retention`` finds that nobody needs; and what was
+learnt is served soon, also by a trainer that never catches up."""
 
 
 class Stopped(Exception):

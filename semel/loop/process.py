@@ -43,6 +43,8 @@ class Child:
         self.has_lived = False
         """Whether any of its processes gave a sign of life."""
         self.failures = 0
+        self.hangs = 0
+        """How often it was killed for giving no sign of life."""
 
     @property
     def pid(self) -> int | None:
@@ -76,6 +78,7 @@ class Child:
                 return None
             self.kill()
             self._killed = True
+            self.hangs += 1
             return f"{self.name} gave no sign of life for {patience:.0f} s and was killed"
         if self.ended_at is None:
             self.ended_at, self.last_code = now, code
@@ -117,7 +120,7 @@ class Child:
 
     def facts(self) -> dict[str, Any]:
         pid = self.pid
-        return {"up": pid is not None, "restarts": self.restarts, "pid": pid,
+        return {"up": pid is not None, "restarts": self.restarts, "hangs": self.hangs, "pid": pid,
                 "seconds": time.monotonic() - self.started if pid is not None else 0.0,
                 "rss_mb": resident(pid) / 1e6 if pid is not None else None}
 

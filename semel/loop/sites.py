@@ -25,12 +25,13 @@ NEW_PLACES = 2
 
 @dataclass(frozen=True)
 class Ask:
-    """Request ``number``, to be sent at ``as_of`` (microseconds of the site's time): the user and its candidates."""
+    """Request ``number``, to be sent at ``as_of`` (microseconds of the site's time): the user and its candidates. None:
+    the whole catalogue, of which items are recommended."""
 
     number: int
     as_of: int
     user_id: Id
-    candidates: list[Id]
+    candidates: list[Id] | None
     context: dict[str, Any]
 
 
@@ -58,7 +59,7 @@ class Site(Protocol):
         ...
 
     def seen(self, ask: Ask, best_first: Sequence[Id], new: Sequence[Id] = ()) -> Seen:
-        """What the user does with a ranking; once for each request, in the order of the answers. ``new``: candidates
+        """What the user does with a ranking; once for each request, in the order of the answers. ``new``: items in it
         that nobody has seen yet; a page keeps its last place for the best of them."""
         ...
 
@@ -72,7 +73,9 @@ class Site(Protocol):
 
 
 class SimulatedSite:
-    """``semel.datasets.live``, which knows the true probability of every click."""
+    """``semel.datasets.live``, which knows the true probability of every click. The first half of a page are the best
+    items that were recommended, the other half are drawn from the rest of them: a site that shows only what it thinks
+    best learns nothing of what it thinks of the others."""
 
     def __init__(self, config: LoopConfig) -> None:
         from semel.datasets.live import LiveSite
@@ -85,6 +88,7 @@ class SimulatedSite:
             surfaces=(Surface("feed", 8, 0.6), Surface("discover", 6, 0.25), Surface("following", 4, 0.15)))
         self.live = LiveSite(simulation, round(1e6 * config.speedup / config.rate))
         self.begin = self.live.begin
+        self._seed = config.seed
 
     def past(self) -> Dataset:
         """What a store begins with."""
@@ -102,11 +106,19 @@ class SimulatedSite:
 
     def ask(self, number: int) -> Ask | None:
         request = self.live.request(number)
-        return Ask(number, request.as_of, request.user_id, list(request.candidates), dict(request.context))
+        return Ask(number, request.as_of, request.user_id, None, dict(request.context))
 
     def seen(self, ask: Ask, best_first: Sequence[Id], new: Sequence[Id] = ()) -> Seen:
+        import numpy as np
+
         request = self.live.request(ask.number)
-        shown = page_of(best_first, request.shown, new)
+        best = request.shown - request.shown // 2
+        random = np.random.default_rng([self._seed, 11, ask.number])
+        others = random.permutation(len(best_first[best:]))[: request.shown - best] + best
+        unseen = set(new)
+        order = [*best_first[:best], *(best_first[place] for place in sorted(others.tolist())),
+                 *(item for item in best_first if item in unseen)]
+        shown = page_of(list(dict.fromkeys(order)), request.shown, new)
         views = self.live.views(request, shown)
         events = [{"user_id": ask.user_id, "item_id": item, "event_time": time, "action": "click" if click else "view",
                    "click": int(click), "topic": topic, "surface": ask.context["surface"], "watch_ms": watched}

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,23 @@ from semel.loop.config import LoopConfig, LoopFolder
 from semel.loop.preparing import Stopped, command, overrides, prepare
 from semel.loop.process import Child, end_leftover
 from semel.loop.publishing import Published
+from semel.loop.retention import Broom, sweeping
 from semel.loop.sampling import Sampler, scrape
 
+FRESH_S = 5.0
+"""A sign of life that is older is none."""
+ALIVE = "alive"
+"""What a trainer touches in its run (``semel.training.follow``, which imports torch)."""
 NAMES = ("server", "joiner", "trainer", "driver")
-SILENCE_S = {"server": 30.0, "joiner": 60.0, "driver": 60.0}
+SILENCE_S = {"server": 30.0, "joiner": 60.0, "driver": 60.0, "trainer": 120.0}
+"""Without a sign of life for so long, a process that gave one before hangs. A trainer gives one a step: the first step
+on a machine compiles."""
 GIVE_UP_AFTER = 8
 """Ends in a row of a process that never came to life: starting it again does not help. One that did is tried for as
 long as it takes: disks are emptied, too."""
 STATE_MIB = 16
 """Of request states: the driver asks for one page of each request, so none is ever found again."""
+SWEEP_EVERY_S = 30.0
 LAST_KILL_S = 15.0
 """Before a loop's end nothing is killed any more, so that all have caught up."""
 
@@ -58,6 +67,7 @@ class Loop:
         self._stopping = threading.Event()
         self._server: dict[str, float] = {}
         self.url = self.metrics_url = ""
+        self._run_folder = Path()
         self.children: dict[str, Child] = {}
         self.kills: list[dict[str, Any]] = []
 
@@ -91,17 +101,22 @@ class Loop:
 
     def _run(self, run: Path, duration: float | None, on_sample: Callable[[dict[str, Any]], None] | None
              ) -> dict[str, Any]:
+        self._run_folder = run
         port = self._port or _free_port()
         self.url = f"http://127.0.0.1:{port}"
         sampler, published = Sampler(self.folder, run), Published(self._metrics_port)
         self.metrics_url = published.url
         self.children = {name: Child(name, words, self.folder.logs / f"{name}.log", self._pid_file(name),
-                                     SILENCE_S.get(name)) for name, words in self._commands(run, port).items()}
+                                     SILENCE_S[name]) for name, words in self._commands(run, port).items()}
         self._say(f"serves at {self.url}; metrics at {self.metrics_url}")
         began = began_serving = time.monotonic()
         before = self.folder.read_status("driver").get("time", 0.0)
         scraper = threading.Thread(target=self._scrape, daemon=True)
         scraper.start()
+        broom = Broom(self.folder, run, self.config.retention, self.config.window) if self.config.retention else None
+        sweeper = threading.Thread(target=sweeping, args=(broom, SWEEP_EVERY_S, self._stopping, self._say), daemon=True)
+        if broom is not None:
+            sweeper.start()
         sample: dict[str, Any] = {}
         last_written = 0.0
         chaos = self._chaos_times(duration)
@@ -139,11 +154,15 @@ class Loop:
             self._stopping.set()
             self._end(failed)
             scraper.join(5)
+            if broom is not None:
+                sweeper.join(30)
             published.close()
         last = self._sample(sampler, time.monotonic() - began_serving)
         with self.folder.samples.open("a") as samples:
             samples.write(json.dumps(last) + "\n")
-        return {**last, "kills": self.kills, "seconds": time.monotonic() - began_serving, "url": self.url}
+        removed = None if broom is None else asdict(broom.swept)
+        return {**last, "removed": removed, "kills": self.kills, "seconds": time.monotonic() - began_serving,
+                "url": self.url}
 
     def _commands(self, run: Path, port: int) -> dict[str, list[str]]:
         folder = self.folder
@@ -169,12 +188,12 @@ class Loop:
                 self._say(said)
             if child.failures >= GIVE_UP_AFTER and not child.has_lived:
                 raise RuntimeError(f"{name} ends again and again: {_last_line(child.log)} (see {child.log})")
-            if name in ("driver", "joiner"):
-                told = self.folder.read_status(name).get("time", 0.0)
-                if told and time.time() - told < 5.0:
-                    self._alive(name, child, told)
-            elif name == "trainer" and child.up:
-                self._alive(name, child, _changed(self.folder.runs))
+            if name == "server":
+                continue  # who scrapes it signs for it
+            told = _touched(self._run_folder / ALIVE) if name == "trainer" else \
+                self.folder.read_status(name).get("time", 0.0)
+            if told and time.time() - told < FRESH_S:
+                self._alive(name, child, told)
 
     def _alive(self, name: str, child: Child, told: float) -> None:
         """A process told of itself, at ``told`` (by the wall clock)."""
@@ -294,7 +313,9 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _changed(runs: Path) -> float:
-    """When a trainer last wrote curves or a checkpoint (wall clock)."""
-    times = [path.stat().st_mtime for pattern in ("*/metrics.jsonl", "*/checkpoints") for path in runs.glob(pattern)]
-    return max(times, default=0.0)
+def _touched(path: Path) -> float:
+    """When (wall clock); 0 of what is not there."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -26,6 +26,7 @@ from semel.models.isolated import Sides
 from semel.models.next_item import NextItem
 from semel.models.reallocation import widen_candidate, widen_request
 from semel.models.retrieval import TopK, top_k
+from semel.models.sequence_dcnv2 import SequenceDCNv2
 from semel.models.sequence_ranker import SequenceRanker
 from semel.models.transformer import Transformer
 from semel.models.vocabulary import Scale, Vocabulary
@@ -36,7 +37,8 @@ register_pytrees()
 __all__ = [
     "DHEN", "DLRM", "HSTU", "RDCN", "Cost", "DCNv2", "DeepCrossAttention", "EarlyRanker", "EncoderConfig", "FinalMLP",
     "IsolatedDHEN", "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "ModelVersion",
-    "NextItem", "RDCNLayer", "RankingHead", "Scale", "SequenceRanker", "Sides", "TopK", "Transformer", "Vocabulary",
+    "NextItem", "RDCNLayer", "RankingHead", "Scale", "SequenceDCNv2", "SequenceRanker", "Sides", "TopK", "Transformer",
+    "Vocabulary",
     "Wukong", "cost_of", "current_version", "load_model", "make_model", "model_versions", "ranking_loss",
     "restore_version", "save_model", "top_k", "widen_candidate", "widen_request",
 ]

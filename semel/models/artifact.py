@@ -29,6 +29,7 @@ from semel.models.dlrm import DLRM
 from semel.models.early_ranker import EarlyRanker
 from semel.models.final_mlp import FinalMLP, IsolatedFinalMLP
 from semel.models.next_item import NextItem
+from semel.models.sequence_dcnv2 import SequenceDCNv2
 from semel.models.sequence_ranker import SequenceRanker
 from semel.models.vocabulary import Scale, Vocabulary
 from semel.models.wukong import IsolatedWukong, Wukong
@@ -38,11 +39,12 @@ KEEP = 5
 """Versions that a run keeps, unless its recipe says otherwise."""
 
 Model = (SequenceRanker | DLRM | DCNv2 | RDCN | Wukong | IsolatedWukong | FinalMLP | IsolatedFinalMLP | DHEN
-         | IsolatedDHEN | DeepCrossAttention | NextItem | EarlyRanker)
+         | IsolatedDHEN | DeepCrossAttention | SequenceDCNv2 | NextItem | EarlyRanker)
 _KINDS: dict[ModelKind, type[Any]] = {
     "sequence_ranker": SequenceRanker, "dlrm": DLRM, "dcnv2": DCNv2, "rdcn": RDCN, "wukong": Wukong,
     "isolated_wukong": IsolatedWukong, "final_mlp": FinalMLP, "isolated_final_mlp": IsolatedFinalMLP, "dhen": DHEN,
-    "isolated_dhen": IsolatedDHEN, "deep_cross_attention": DeepCrossAttention, "next_item": NextItem,
+    "isolated_dhen": IsolatedDHEN, "deep_cross_attention": DeepCrossAttention,
+    "sequence_dcnv2": SequenceDCNv2, "next_item": NextItem,
     "early_ranker": EarlyRanker,
 }
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 ModelKind = Literal[
     "sequence_ranker", "dlrm", "dcnv2", "rdcn", "wukong", "isolated_wukong", "final_mlp", "isolated_final_mlp", "dhen",
-    "isolated_dhen", "deep_cross_attention", "next_item", "early_ranker",
+    "isolated_dhen", "deep_cross_attention", "sequence_dcnv2", "next_item", "early_ranker",
 ]
 Member = Literal["cross", "factorization", "attention", "linear"]
 
@@ -55,7 +55,7 @@ class EncoderConfig:
 class ModelConfig:
     """``kind``: which model. ``dim``: width of an embedding. ``encoder``: of sequence models. ``hidden``: widths of the
     layers of the head, of the deep network or of the streams. ``warm_start``: item tables begin at a factorization of
-    which items meet within so many events (0: at random). ``cross_layers``: of DCNv2 and rDCN. ``history``: whether
+    which items meet within so many events (0: at random). ``cross_layers``: of DCNv2s and rDCN. ``history``: whether
     field models see the pooled history. ``unknown_rate``: share of item ids hidden while training, so that the row for
     unknown items is trained too. ``embedding_dropout``, ``similarity`` of a state and an item, divided by
     ``temperature``, ``negatives`` (0: full softmax) and ``popularity`` (negatives drawn in proportion to

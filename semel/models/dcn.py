@@ -25,6 +25,16 @@ from semel.models.heads import RankingHead, mlp
 from semel.models.isolated import IsolatedBlock, IsolatedHead, IsolatedLinear, IsolatedMLP, Sides
 
 
+def of_request(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """Of ``layers`` that read ``[x_r, x_c]``: ``W_r x_r + b`` of each, [R, out]."""
+    return [linear(x, layer.weight[:, : x.shape[1]], layer.bias) for layer in layers]
+
+
+def of_candidate(layers: Sequence[Any], known: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """The whole of it for each candidate, [C, out]; ``known``: its request's part."""
+    return [part + linear(x, layer.weight[:, -x.shape[1] :]) for part, layer in zip(known, layers, strict=True)]
+
+
 class CrossNet(nn.Module):
     """[N, width] -> [N, width] (DCN V2, eq. 1). ``first``: the first layer's ``W_0 x_0 + b_0``, where it is known."""
 
@@ -55,13 +65,12 @@ class DCNv2(FieldRanker):
 
     def request_side(self, fields: Tensor) -> list[Tensor]:
         x = fields.flatten(1)
-        return [x, *(linear(x, layer.weight[:, : x.shape[1]], layer.bias) for layer in self._first())]
+        return [x, *of_request(self._first(), x)]
 
     def candidate_side(self, fields: Tensor, state: Any, owner: Tensor) -> Tensor:
         request, *known = (part.index_select(0, owner) for part in state)
         x = fields.flatten(1)
-        *cross, deep = (part + linear(x, layer.weight[:, -x.shape[1] :])
-                        for part, layer in zip(known, self._first(), strict=True))
+        *cross, deep = of_candidate(self._first(), known, x)
         crossed = self.cross(torch.cat([request, x], -1), *cross)
         return self.head(torch.cat([crossed, torch.relu(self.deep[1:](deep))], -1))
 

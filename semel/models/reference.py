@@ -26,6 +26,7 @@ from semel.models.isolated import (
     Sides,
 )
 from semel.models.plans import history_plan
+from semel.models.sequence_dcnv2 import SequenceDCNv2
 from semel.models.time_bias import time_bucket
 from semel.models.wukong import IsolatedFactorizationBlock, IsolatedWukong, IsolatedWukongLayer
 
@@ -112,6 +113,17 @@ def masked_cross_net(net: RDCNCrossNet, x0: Tensor) -> Tensor:
     for layer in net.layers:
         x = masked_cross_layer(layer, x0, x)
     return x
+
+
+def sequence_dcnv2(model: SequenceDCNv2, batch: RequestBatch) -> Tensor:
+    """[C, tasks]: the scorer on the whole of ``x_0`` of every candidate; what candidates read of the history is the
+    encoder's, which has references of its own."""
+    request, kept = model.request_side(batch.request)
+    candidate, _, reads, owner = model.candidate_side(kept, batch.candidate, batch.candidate_offsets)
+    x0 = x = torch.cat([request[owner], candidate, reads], -1)
+    for layer in model.cross.layers:
+        x = x0 * layer(x) + x
+    return model.head(torch.cat([x, torch.relu(model.deep(x0))], -1))
 
 
 def masked_norm(norm: IsolatedNorm, x: Tensor, request: int) -> Tensor:

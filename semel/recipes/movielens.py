@@ -50,6 +50,13 @@ def ml1m_rank_dcnv2() -> Recipe:
     return replace(recipe, name="ml1m_rank_dcnv2", model=replace(recipe.model, kind="dcnv2"))
 
 
+def ml1m_rank_sequence_dcnv2() -> Recipe:
+    """``ml1m_rank`` with DCN V2 as its scorer: HSTU over the history, and a cross network over the request, the
+    candidate and what it reads of the history."""
+    recipe = ml1m_rank()
+    return replace(recipe, name="ml1m_rank_sequence_dcnv2", model=replace(recipe.model, kind="sequence_dcnv2"))
+
+
 def ml1m_rank_dcnv2_no_history() -> Recipe:
     """DCN V2 that knows the user's age, gender and occupation only: what a history is worth."""
     recipe = ml1m_rank_dcnv2()

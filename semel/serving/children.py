@@ -72,7 +72,7 @@ def write(options: ServerOptions, runtime: Runtime, orphaned: threading.Event) -
     def everywhere(verb: str) -> bool:
         return all([answer["done"] for _, answer in ask_each(runtime.workers(), {"do": verb}, timeout=90)])
 
-    with opened_writers(Path(options.store), clock.now) as writers, MessageServer(
+    with opened_writers(Path(options.store), clock.now, options.compact_rows) as writers, MessageServer(
             runtime.writer, Desk(writers, everywhere).answer, max_bytes=MAX_BYTES) as desk:
         _ready()
         _watch_parent(orphaned, ended.set)

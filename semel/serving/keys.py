@@ -8,20 +8,18 @@ in the store and its key is known; an event that was not acknowledged may be in 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
 import pyarrow as pa
 
+from semel.examples.recent_keys import DAY_US, DIGEST_BYTES, REMEMBERED, RecentKeys
 from semel.history import SegmentWriter, read_segments
 
-WINDOW_US = 24 * 3600 * 1_000_000
-CAPACITY = 1_000_000
 SEGMENT_BYTES = 16 << 20
 _COLUMN = "__event_key"
-_DIGEST = pa.binary(16)
+_DIGEST = pa.binary(DIGEST_BYTES)
 FORMAT_VERSION = 1
 
 
@@ -29,7 +27,7 @@ def event_digest(user_id: int | str, key: str) -> bytes:
     """16 bytes for one user's event key: keys of different users never meet."""
     kind = "s" if isinstance(user_id, str) else "i"
     text = f"{kind}{user_id}".encode()
-    return blake2b(len(text).to_bytes(4, "little") + text + key.encode(), digest_size=16).digest()
+    return blake2b(len(text).to_bytes(4, "little") + text + key.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 class EventKeys:
@@ -40,12 +38,12 @@ class EventKeys:
     version does not know.
     """
 
-    def __init__(self, folder: str | Path, now: int, window_us: int = WINDOW_US, capacity: int = CAPACITY,
+    def __init__(self, folder: str | Path, now: int, window_us: int = DAY_US, capacity: int = REMEMBERED,
                  segment_bytes: int = SEGMENT_BYTES):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._window, self._capacity, self._segment_bytes = window_us, capacity, segment_bytes
-        self._known: OrderedDict[bytes, int] = OrderedDict()
+        self._window, self._segment_bytes = window_us, segment_bytes
+        self._known = RecentKeys(capacity, window_us)
         self._ends: dict[Path, int] = {}  # newest time in each segment, for their removal
         self._writer: SegmentWriter | None = None
         self.pending: tuple[str, pa.Table] | None = None
@@ -58,6 +56,10 @@ class EventKeys:
     def __len__(self) -> int:
         return len(self._known)
 
+    def known(self, digests: Sequence[bytes | None]) -> list[bool]:
+        """[n] of each whether it was accepted before; None was not."""
+        return self._known.known(digests)
+
     def intend(self, token: str, events: pa.Table, digests: Sequence[bytes | None], now: int) -> None:
         """Make durable that ``events`` (with a digest or None each) will be appended under ``token``."""
         if self.pending is not None:
@@ -65,7 +67,7 @@ class EventKeys:
         batch = events.append_column(_COLUMN, pa.array(digests, _DIGEST))
         self._segment(now).append(batch, {"format": FORMAT_VERSION, "token": token, "at": now})
         self.pending = (token, events)
-        self._remember(digests, now)
+        self._known.add(digests, now)
         self._forget(now)
 
     def settle(self) -> None:
@@ -79,9 +81,7 @@ class EventKeys:
         token, events = self.pending
         self._segment(now).append(events.slice(0, 0), {"format": FORMAT_VERSION, "withdrawn": token, "at": now})
         self.pending = None
-        for digest in digests:
-            if digest is not None:
-                self._known.pop(digest, None)
+        self._known.discard(digests)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -110,26 +110,18 @@ class EventKeys:
                                      f"{FORMAT_VERSION}")
                 self._ends[path] = at = metadata["at"]
                 if "withdrawn" in metadata:
-                    for digest in withdrawn.pop(metadata["withdrawn"], []):
-                        self._known.pop(digest, None)  # type: ignore[arg-type]
+                    self._known.discard(withdrawn.pop(metadata["withdrawn"], []))
                     self.pending = None
                     continue
                 table = pa.Table.from_batches([batch])
                 digests = table[_COLUMN].to_pylist()
                 self.pending = (metadata["token"], table.drop_columns([_COLUMN]))
                 withdrawn = {metadata["token"]: digests}
-                self._remember(digests, at)
-
-    def _remember(self, digests: Sequence[bytes | None], at: int) -> None:
-        for digest in digests:
-            if digest is not None:
-                self._known[digest] = at
-                self._known.move_to_end(digest)
+                self._known.add(digests, at)
 
     def _forget(self, now: int) -> None:
+        self._known.forget(now)
         oldest = now - self._window
-        while self._known and (len(self._known) > self._capacity or next(iter(self._known.values())) < oldest):
-            self._known.popitem(last=False)
         paths = sorted(self._ends)
         for path in paths[:-1]:  # the last one holds the intent that a restart looks at
             if self._ends[path] < oldest:

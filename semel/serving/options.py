@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from semel.serving.compactor import COMPACT_ROWS
 from semel.serving.gate import check_binding
 from semel.serving.tracing import check_collector
 
@@ -18,9 +19,9 @@ class ServerOptions:
     """``run``, ``store``: folders. ``scorers``: requests that are scored at the same time in one process, each with
     ``threads`` torch threads. ``queue``: requests that may wait for them; ``latency_target``: seconds in which an
     answer must be likely, else the request is refused at once. ``retrieve``, ``prerank``, ``share``, ``state_bytes``,
-    ``max_candidates``, ``memory``, ``faiss``: as of ``Predictor.load``. ``body_limit``: bytes. ``log_level``:
-    "warning", or "info" for a line a request. ``otlp``: where spans go (the URL of an OpenTelemetry collector), None
-    for nowhere. JSON can carry all of it."""
+    ``max_candidates``, ``memory``, ``faiss``: as of ``Predictor.load``; ``compact_rows``: as of ``Compactor``.
+    ``body_limit``: bytes. ``log_level``: "warning", or "info" for a line a request. ``otlp``: where spans go (the URL
+    of an OpenTelemetry collector), None for nowhere. JSON can carry all of it."""
 
     run: str
     store: str
@@ -37,6 +38,7 @@ class ServerOptions:
     memory: str | None = None
     faiss: str | None = None
     body_limit: int = 1 << 20
+    compact_rows: int = COMPACT_ROWS
     log_level: str = "warning"
     otlp: str | None = None
 
@@ -48,6 +50,8 @@ class ServerOptions:
         for name, value in (("workers", workers), ("scorers", self.scorers), ("threads", self.threads)):
             if value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
+        if self.compact_rows < 0:
+            raise ValueError(f"--compact-rows must not be negative, got {self.compact_rows}; 0 never compacts")
         if self.latency_target <= 0:
             raise ValueError(f"--latency-target must be above 0, got {1e3 * self.latency_target:g} ms")
         if self.otlp is not None:

@@ -69,7 +69,7 @@ def serve_alone(options: ServerOptions, listener: socket.socket, started: Callab
     with contextlib.ExitStack() as opened:
         predictor = opened.enter_context(options.predictor("a", exposures))
         writers = Writers(predictor.store, predictor.catalogue, predictor.artifact.features.item, exposures,
-                          predictor.clock.now)
+                          predictor.clock.now, options.compact_rows)
         app = _app(predictor, options, writers)
         runtime = Runtime.make()
         opened.callback(runtime.remove, folder)

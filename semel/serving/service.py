@@ -220,6 +220,7 @@ class Service:
         watch("semel_state_misses", "Requests whose state was computed", lambda: states.misses)
         watch("semel_state_bytes", "Bytes of the request states that are kept", lambda: states.bytes)
         watch("semel_store_version", "Version of the event store", lambda: predictor.store.version)
+        watch("semel_store_uncompacted", "Events in its log, which lie in memory", lambda: predictor.store.uncompacted)
         if predictor.catalogue is not None:
             catalogue = predictor.catalogue
             watch("semel_catalogue_version", "Version of the catalogue", lambda: catalogue.version)

@@ -10,7 +10,7 @@ from semel.serving.writers import ExposureWriter, Writers
 
 
 @contextlib.contextmanager
-def opened_writers(folder: Path, now: Callable[[], int]) -> Iterator[Writers]:
+def opened_writers(folder: Path, now: Callable[[], int], compact_rows: int = 0) -> Iterator[Writers]:
     """The writers of the store in ``folder`` and of its catalogue. Raises FileNotFoundError, StoreLocked."""
     from semel.examples.logs import ExposureLog
     from semel.history import HistoryStore
@@ -22,6 +22,7 @@ def opened_writers(folder: Path, now: Callable[[], int]) -> Iterator[Writers]:
         catalogue = None
         if (folder / "catalogue").exists():
             catalogue = opened.enter_context(HistoryStore.open(folder / "catalogue", mode="a"))
-        writers = Writers(store, catalogue, None, ExposureWriter(ExposureLog(folder / "exposures")), now)
+        writers = Writers(store, catalogue, None, ExposureWriter(ExposureLog(folder / "exposures")), now,
+                          compact_rows)
         opened.callback(writers.close)
         yield writers

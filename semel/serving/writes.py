@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from semel.examples.recent_keys import REMEMBERED
+from semel.history import PositionMoved
 from semel.serving.errors import InvalidRequest
 from semel.serving.group import GroupCommit
 from semel.serving.keys import EventKeys, event_digest
@@ -20,6 +22,10 @@ from semel.serving.schemas import rows_table
 if TYPE_CHECKING:
     from semel.examples.logs import OutcomeLog
     from semel.history import EventSchema, HistoryStore
+
+
+SOURCE = "server"
+"""Whose position in the store the groups of keyed events move on (``semel.history.log.positions``)."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,9 @@ class RowWriter:
     """
 
     def __init__(self, name: str, store: HistoryStore, folder: Path | None, now: Callable[[], int],
-                 max_pending: int = 1024):
-        self.store, self._now = store, now
-        self.keys = EventKeys(folder, now()) if folder is not None else None
+                 max_pending: int = 1024, remember: int = REMEMBERED):
+        self.store, self._now, self._remember = store, now, remember
+        self.keys = EventKeys(folder, now(), capacity=remember) if folder is not None else None
         self._committing = threading.Lock()
         self._recover()
         self._group: GroupCommit[Rows] = GroupCommit(name, self._commit, max_pending=max_pending)
@@ -88,7 +94,7 @@ class RowWriter:
                 yield
             finally:
                 if self.keys is not None:
-                    self.keys = EventKeys(self.keys.folder, self._now())
+                    self.keys = EventKeys(self.keys.folder, self._now(), capacity=self._remember)
                     self._recover()
 
     def close(self) -> None:
@@ -99,7 +105,8 @@ class RowWriter:
     def _recover(self) -> None:
         if self.keys is not None and self.keys.pending is not None:
             token, table = self.keys.pending
-            self.store.append(table, token=token)
+            with contextlib.suppress(PositionMoved):  # later appends are there, so it was settled: a file is missing
+                self.store.append(table, token=token)
             self.keys.settle()
 
     def _commit(self, jobs: Sequence[Rows]) -> list[Written | BaseException]:
@@ -112,9 +119,10 @@ class RowWriter:
         tables, digests, accepted = [], [], []
         for job in jobs:
             keep = []
-            for row, digest in enumerate(job.digests):
+            known = self.keys.known(job.digests) if self.keys is not None else [False] * len(job.digests)
+            for row, (digest, before) in enumerate(zip(job.digests, known, strict=True)):
                 if digest is not None:
-                    if digest in taken or (self.keys is not None and digest in self.keys):
+                    if before or digest in taken:
                         continue
                     taken.add(digest)
                 keep.append(row)
@@ -136,7 +144,8 @@ class RowWriter:
     def _append(self, table: pa.Table, digests: list[bytes | None] | None) -> int:
         if digests is None or self.keys is None:
             return self.store.append(table)
-        token = f"events-{uuid.uuid4().hex}"
+        # A step from the one before, not a name: of steps the store keeps the last, of names all.
+        token = self.store.position(SOURCE).then(uuid.uuid4().hex)
         self.keys.intend(token, table, digests, self._now())
         try:
             version = self.store.append(table, token=token)

@@ -40,6 +40,8 @@ from semel.training.timeline import Timeline
 from semel.training.trainer import LOG_EVERY, Interrupted, OnSigterm, new_run
 
 POLL_S = 0.5
+ALIVE = "alive"
+"""In the run's folder: touched after every step and every look for files, so that who watches sees a hang."""
 REPORT_S = 5.0
 """A follower that waits for files tells how good it was at the last ones, if it has not for so long."""
 
@@ -168,6 +170,7 @@ class _Following:
         self.at: tuple[str, RequestLoader] | None = None  # the file that is trained on, and where in it
         self.total, self.window = (NormalizedEntropy(), AUC()), _Sums()
         self.saved = 0                      # the step of the last checkpoint
+        self.beaten = 0.0                   # when it last gave a sign of life
         self.version = ""
         self.seconds, self.since = 0.0, time.perf_counter()
 
@@ -201,6 +204,7 @@ class _Following:
                     break
                 if self.memory is not None:
                     self.memory.idle()
+                self._beat()
                 time.sleep(POLL_S)
         if self.window.losses:
             self._report()
@@ -267,6 +271,7 @@ class _Following:
     def _after(self, work: Work, step: StepStages) -> None:
         if not work.last:
             return
+        self._beat()
         update = work.update
         self.step = step.step
         assert update.loss is not None and isinstance(update.loader, RequestLoader)
@@ -287,6 +292,12 @@ class _Following:
             self._save()
         elif self.ranks.rank == 0 and time.monotonic() - self.versioned >= self.recipe.version_seconds:
             self._version()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if self.ranks.rank == 0 and now - self.beaten >= POLL_S:
+            (self.run.path / ALIVE).touch()
+            self.beaten = now
 
     def _interrupt(self) -> None:
         self._save()

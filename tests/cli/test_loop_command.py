@@ -14,7 +14,7 @@ from semel.loop import LoopConfig, LoopFolder
 
 
 def sample(second=0.0, **changes):
-    process = {"up": True, "restarts": 1, "pid": 5, "seconds": 62.0, "rss_mb": 240.0 + second}
+    process = {"up": True, "restarts": 1, "hangs": 0, "pid": 5, "seconds": 62.0, "rss_mb": 240.0 + second}
     return {
         "time": 1000.0 + second, "elapsed_s": second, "requests": 1234, "requests_per_s": 20.0, "p50_ms": 12.0,
         "p99_ms": 34.0, "behind_s": 0.0, "coverage": 1.0, "stale_reads": 0, "failed": {}, "duplicates": {},
@@ -107,7 +107,7 @@ def test_figures_that_are_not_there_yet_are_dashes():
     unknown = dict.fromkeys(("p50_ms", "p99_ms", "served_ne", "best_ne", "gap", "prequential_ne", "skew", "coverage",
                              "item_shown_p50_s", "item_shown_p99_s", "event_visible_p99_ms", "requests_per_s",
                              "behind_s"))
-    down = {"server": {"up": False, "restarts": 0, "pid": None, "seconds": 0.0, "rss_mb": None}}
+    down = {"server": {"up": False, "restarts": 0, "hangs": 0, "pid": None, "seconds": 0.0, "rss_mb": None}}
     console = Console(record=True, width=110, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(Dashboard(console, LoopConfig()).render(sample(**unknown, processes=down)))
     text = console.export_text()

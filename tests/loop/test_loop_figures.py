@@ -69,7 +69,7 @@ def test_a_sample_of_what_processes_say_and_its_metrics(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     sampler = Sampler(folder, run)
-    processes = {"server": {"up": True, "restarts": 2, "pid": 1, "seconds": 3.0, "rss_mb": 7.0}}
+    processes = {"server": {"up": True, "restarts": 2, "hangs": 1, "pid": 1, "seconds": 3.0, "rss_mb": 7.0}}
     empty = sampler.take(processes, {})
     assert empty["requests"] == 0 and empty["gap"] is None and empty["skew"] is None
     folder.write_status("driver", {"answers": 12, "served_ne": 0.9, "best_ne": 0.7, "failed": {"rank: 503": 3}})
@@ -90,6 +90,7 @@ def test_a_sample_of_what_processes_say_and_its_metrics(tmp_path):
     finally:
         published.close()
     assert "semel_loop_requests 12.0" in text and 'semel_loop_restarts{process="server"} 2.0' in text
+    assert 'semel_loop_hangs{process="server"} 1.0' in text
     assert 'semel_loop_failed_attempts{why="rank: 503"} 3.0' in text and "semel_loop_p99_ms NaN" in text
 
 

@@ -79,12 +79,29 @@ def test_items_appear_before_they_are_asked_for(site):
 def test_a_page_keeps_a_place_for_what_nobody_has_seen():
     site = SimulatedSite(LoopConfig(users=30, past_hours=24))
     ask = site.ask(0)
-    new = ask.candidates[-1]
-    seen = site.seen(ask, ask.candidates, [new])
+    recommended = [row["item_id"] for row in site.new_items(0, ask.as_of).to_pylist()][:100]
+    assert ask.candidates is None and len(recommended) == 100
+    new = recommended[-1]
+    seen = site.seen(ask, recommended, [new])
     shown = seen.shown
     assert shown[-1] == new and seen.page == shown and len(shown) == site.live.request(0).shown
-    first = site.seen(site.ask(1), site.ask(1).candidates, site.ask(1).candidates[:1]).shown
-    assert first == site.ask(1).candidates[: len(first)]  # it is on the page already
+    first = site.seen(site.ask(1), recommended, recommended[:1]).shown
+    assert first[0] == recommended[0]  # it is on the page already, which keeps no place
+
+
+def test_a_page_is_half_the_best_and_half_others_that_were_recommended():
+    site = SimulatedSite(LoopConfig(users=30, past_hours=24))
+    recommended = [row["item_id"] for row in site.new_items(0, site.ask(0).as_of).to_pylist()][:100]
+    later = []
+    for number in range(30):
+        shown = site.seen(site.ask(number), recommended).shown
+        best = len(shown) - len(shown) // 2
+        assert shown[:best] == recommended[:best] and len(set(shown)) == len(shown)
+        later += shown[best:]
+        again = SimulatedSite(LoopConfig(users=30, past_hours=24))
+        assert number % 10 or again.seen(again.ask(number), recommended).shown == shown
+    assert len(set(later)) > 30
+    assert len(site.seen(site.ask(30), recommended[:3], recommended[:1]).shown) == 3
 
 
 def test_refusals(tmp_path):

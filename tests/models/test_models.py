@@ -19,7 +19,7 @@ from semel.models import (
 )
 
 KINDS = [("sequence_ranker", "hstu"), ("sequence_ranker", "transformer"), ("deep_cross_attention", "hstu"),
-         ("deep_cross_attention", "transformer"),
+         ("deep_cross_attention", "transformer"), ("sequence_dcnv2", "hstu"),
          *((kind, "hstu") for kind in ("dlrm", "dcnv2", "rdcn", "wukong", "isolated_wukong", "final_mlp",
                                        "isolated_final_mlp", "dhen", "isolated_dhen"))]
 

@@ -14,7 +14,7 @@ from semel.models.states import bytes_of, join, requests_of, split, take
 
 MIXED = ["dcnv2", "dlrm", "wukong", "final_mlp", "dhen"]
 KINDS = ["rdcn", "isolated_wukong", "isolated_final_mlp", "isolated_dhen", "deep_cross_attention", "sequence_ranker",
-         "next_item", *MIXED]
+         "sequence_dcnv2", "next_item", *MIXED]
 
 
 @pytest.mark.parametrize("kind", KINDS)

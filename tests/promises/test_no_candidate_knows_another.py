@@ -39,7 +39,8 @@ def pick(batch: RequestBatch, request: int, candidates: list[int]) -> RequestBat
 @pytest.mark.parametrize(("kind", "encoder"), [
     ("sequence_ranker", "transformer"),
     *((kind, "hstu") for kind in ("sequence_ranker", "dlrm", "dcnv2", "rdcn", "wukong", "isolated_wukong", "final_mlp",
-                                  "isolated_final_mlp", "dhen", "isolated_dhen", "deep_cross_attention", "next_item")),
+                                  "isolated_final_mlp", "dhen", "isolated_dhen", "deep_cross_attention",
+                                  "sequence_dcnv2", "next_item")),
 ])
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())

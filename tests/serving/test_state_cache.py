@@ -13,7 +13,7 @@ from semel.serving.results import RankRequest
 from semel.serving.states import OVERHEAD, StateCache
 from serving.stand_ins import make_store, save_tiny_model, seen_items, stand_in
 
-KINDS = ["sequence_ranker", "dcnv2", "dlrm", "wukong", "rdcn", "deep_cross_attention"]
+KINDS = ["sequence_ranker", "dcnv2", "dlrm", "wukong", "rdcn", "deep_cross_attention", "sequence_dcnv2"]
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ def test_each_row_is_scored_before_it_is_learned_from_and_learned_from_once(stor
     folder = fill(tmp_path / "rows", rows)
     start = Trainer(without_draws(make_recipe(store, tmp_path / "runs", epochs=1))).fit()
     run = Follower(recipe, folder, start=start.path).fit(until_idle=0)
+    assert (run.path / "alive").exists()  # by which a supervisor knows a trainer that hangs
 
     model, objective = load_model(start.path).model, RequestObjective(recipe)
     config = recipe.optimizer

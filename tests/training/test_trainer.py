@@ -72,7 +72,8 @@ def test_the_same_seed_gives_the_same_losses_and_model(store, tmp_path, kind):
     assert load_model(first.path).version == load_model(second.path).version != load_model(other.path).version
 
 
-@pytest.mark.parametrize("kind", ["sequence_ranker", "dcnv2", "isolated_wukong", "deep_cross_attention", "next_item"])
+@pytest.mark.parametrize("kind", ["sequence_ranker", "dcnv2", "isolated_wukong", "deep_cross_attention",
+                                  "sequence_dcnv2", "next_item"])
 def test_one_thread_gives_the_losses_of_two(store, tmp_path, kind):
     examples = ExampleConfig(validation_fraction=0.2, earlier_windows=0.5)
     before, runs = torch.get_num_threads(), []

@@ -26,6 +26,8 @@ def loop(
     rate: Annotated[float, typer.Option(help="Requests a second of the simulated site.")] = 20.0,
     users: Annotated[int, typer.Option(help="Users of the simulated site.")] = 600,
     window: Annotated[float, typer.Option(help="Seconds in which an outcome counts.")] = 15.0,
+    retention: Annotated[str, typer.Option(help="For how long what was served can be computed again (24h, 7d); what is "
+                                                "older and needed no more is removed. 0: nothing is.")] = "24h",
     seed: Annotated[int, typer.Option(help="Of the simulated site.")] = 0,
     assign: Annotated[list[str] | None, typer.Option(
         "--set", metavar="FIELD=VALUE", help="Override one field of the recipe; may be repeated.")] = None,
@@ -44,6 +46,7 @@ def loop(
     from semel.cli.loop import closing
     from semel.cli.loop.dashboard import Dashboard
     from semel.cli.train import assignment
+    from semel.history.durations import microseconds
     from semel.loop import Loop, LoopConfig
 
     if simulate == (data is not None):
@@ -51,7 +54,9 @@ def loop(
     if recipe is None and data not in RECIPES:
         raise ValueError(f"name a recipe that fits {data}: semel loop RECIPE --data {data}")
     config = LoopConfig(recipe=recipe or RECIPES[data], data=data, speedup=speedup, rate=rate, users=users,
-                        window=window, seed=seed, assign=tuple(assignment(text) for text in assign or []))
+                        window=window, seed=seed,
+                        retention=0.0 if retention == "0" else microseconds(retention, "--retention") / 1e6,
+                        assign=tuple(assignment(text) for text in assign or []))
     with Dashboard(output.remarks(), config) as dashboard:
         live = Loop(config, folder, port=port, metrics_port=metrics_port, chaos=chaos, say=dashboard.say)
         last = _run(live, duration, dashboard)

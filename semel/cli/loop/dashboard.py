@@ -129,7 +129,8 @@ def processes(sample: dict[str, Any]) -> Table:
         table.add_column(column, justify="left" if column == "process" else "right")
     for name, facts in sample["processes"].items():
         up = f"[green]{clock(facts['seconds'])}[/green]" if facts["up"] else "[red]down[/red]"
-        table.add_row(name, up, str(facts["restarts"]), f"{facts['rss_mb']:.0f} MB" if facts["rss_mb"] else "–")
+        restarts = str(facts["restarts"]) + (f" ({facts['hangs']} hung)" if facts["hangs"] else "")
+        table.add_row(name, up, restarts, f"{facts['rss_mb']:.0f} MB" if facts["rss_mb"] else "–")
     return table
 
 
