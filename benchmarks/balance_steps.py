@@ -3,10 +3,14 @@
 The step: forward and backward of one HSTU layer (32 wide) over a rank's jagged histories, whose lengths are a sixteenth
 of the benchmark's, on one core.
 
-``measured``: one process computes the shares of all ranks in turn, so that one core stands for many ranks. A share's
-CPU time is counted in runs of one fixed step right before and after it, since a machine is not equally fast all the
-time; the median of some turns. A ``CostModel`` is fitted to the unbalanced steps of other batches first; partitions see
-only what it predicts. ``one share, every time``: what idle the clock shows where there is none.
+``measured``: what a rank waits for the slowest is a matter of how long each rank's own work takes, and that can be
+measured on one core: one process, pinned to it, computes the shares of all ranks one after another. Time is the
+thread's CPU time, so that what else the machine does counts only as far as it slows the core down; each share is
+computed ``repeats`` times, in a new random order each time so that slow seconds hit all alike, and its time is the
+least (a disturbance only ever adds). Idle is 1 - mean / max of the ranks' times, as in a step. A ``CostModel`` is
+fitted to unbalanced steps of *other* batches first; partitions see only what it predicts, and in the row "±10 %" that
+times up to 10 % more or less, drawn for each request; both under a cap of tokens that binds. ``one share, every time``
+is the control: all ranks compute the same requests, in between the others and timed like them: what it shows is noise.
 
 ``processes``: real gloo processes. A balanced step gathers the lengths of all ranks, partitions, exchanges the
 histories (all-to-all of their item ids; nothing of this is hidden here) and computes; an unbalanced one computes; both
@@ -28,17 +32,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.balance import CUT, draw_lengths
+from benchmarks.balance import CUT, ERROR, draw_lengths
 from semel.models.attention import AttentionPlan
 from semel.models.config import EncoderConfig
 from semel.models.hstu import HSTU
 from semel.training import balance
-from semel.training.cost import CostModel, IdleReport
+from semel.training.cost import CostModel
 
 SCALE = 16
 """By what lengths are divided."""
-CLOCK = "one share, every time"
-"""Every rank computes the same requests: what idle the clock shows where there is none."""
+CLOCK, UNBALANCED = "one share, every time", "unbalanced"
+CAPPED = "equal_count, cap"
+WRONG = f"{CAPPED}, ±10 %"
+FITTED_ON = 48
+"""Steps of other batches that the cost model is fitted to."""
 LAYERS = 24
 """Of the model whose steps are replayed: so many times as long as the measured one."""
 ITEMS = 10_000
@@ -63,9 +70,12 @@ class Step:
 
     def _run(self, lengths: np.ndarray) -> float:
         values = np.arange(lengths.sum()) % ITEMS
-        began = time.process_time()
+        began = time.thread_time()
         self(values, lengths)
-        return time.process_time() - began
+        return time.thread_time() - began
+
+    def least(self, lengths: np.ndarray, repeats: int) -> float:
+        return min(self._run(lengths) for _ in range(repeats)) if len(lengths) else 0.0
 
     def seconds(self, lengths: np.ndarray) -> float:
         """How long these take, on a machine that takes ``unit`` seconds for the fixed step."""
@@ -93,45 +103,55 @@ def by_rank(lengths: np.ndarray, ranks: np.ndarray, world_size: int) -> list[np.
     return [lengths[ranks == rank] for rank in range(world_size)]
 
 
-def fitted(step: Step, world_size: int, requests: int, steps: int) -> CostModel:
-    """From unbalanced steps, as a trainer would."""
+def fitted(step: Step, requests: int, steps: int) -> CostModel:
+    """From unbalanced steps of other batches, as a trainer would."""
     model, random = CostModel(), np.random.default_rng(77)
-    for _ in range(steps * world_size):
+    for _ in range(steps):
         lengths = draw(requests, random)
-        model.observe(CostModel.features(lengths), step.seconds(lengths))
+        model.observe(CostModel.features(lengths), step.least(lengths, 2))
     return model.fit()
 
 
-def measured(quick: bool) -> dict[str, Any]:
-    world_size, requests, batches, turns = (8, 8, 1, 2) if quick else (64, 32, 1, 4)
+def measured(world_size: int, requests: int, repeats: int) -> dict[str, Any]:
+    """One global batch. ``times`` [repeats, ranks] of each assignment come along."""
     torch.set_num_threads(1)
-    step = Step()
-    model = fitted(step, world_size, requests, 4 if quick else 2)
-    found: dict[str, list[dict[str, float]]] = {}
-    for batch in range(batches):
-        lengths = draw(world_size * requests, np.random.default_rng(batch))
-        home, costs = np.arange(len(lengths)) % world_size, model.predict(lengths)
-        free = balance.equal_count(costs, world_size)
-        tokens = balance.loads(lengths, free, world_size)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        step = Step()
+        model = fitted(step, requests, FITTED_ON)
+        random = np.random.default_rng(0)
+        lengths = draw(world_size * requests, random)
+        costs = model.predict(lengths)
+        tokens = balance.loads(lengths, balance.equal_count(costs, world_size), world_size)
         cap = {"tokens": lengths, "token_cap": (tokens.max() + tokens.mean()) / 2}
-        assignments = {
-            "unbalanced": home, "zigzag": balance.zigzag(costs, world_size),
-            "karmarkar_karp": balance.karmarkar_karp(costs, world_size),
-            "equal_count, cap": balance.equal_count(costs, world_size, **cap),
-            "rebalance": balance.rebalance(costs, world_size, home),
-        }
+        wrong = costs * random.uniform(1 - ERROR, 1 + ERROR, len(costs))
+        assignments = {UNBALANCED: np.arange(len(lengths)) % world_size,
+                       CAPPED: balance.equal_count(costs, world_size, **cap),
+                       WRONG: balance.equal_count(wrong, world_size, **cap)}
         parts = {name: by_rank(lengths, ranks, world_size) for name, ranks in assignments.items()}
-        parts[CLOCK] = [lengths[free == 0]] * world_size
-        for name, seconds in shares(step, parts, turns).items():
-            report = IdleReport.of(lengths, costs, assignments[name], world_size, seconds) if name != CLOCK else (
-                IdleReport(0.0, 0.0, balance.idle(seconds, np.arange(world_size), world_size)))
-            found.setdefault(name, []).append({
-                "idle_tokens": report.tokens, "idle_cost": report.cost, "idle_time": report.time or 0.0,
-                "slowest_ms": 1e3 * float(seconds.max())})
-    rows = [{"partition": name, **{key: statistics.median(one[key] for one in every) for key in every[0]},
-             "idle_time_low": min(one["idle_time"] for one in every),
-             "idle_time_high": max(one["idle_time"] for one in every)} for name, every in found.items()]
-    return {"ranks": world_size, "requests": requests, "batches": batches, "model": model.describe(), "rows": rows}
+        parts[CLOCK] = [parts[CAPPED][0]] * world_size
+        times = {name: np.empty((repeats, world_size)) for name in parts}
+        work = [(name, rank) for name in parts for rank in range(world_size)]
+        for turn in range(repeats):
+            for at in random.permutation(len(work)):
+                name, rank = work[at]
+                times[name][turn, rank] = step._run(parts[name][rank])
+    finally:
+        os.sched_setaffinity(0, cores)
+    rows = []
+    for name, taken in times.items():
+        least, everyone = taken.min(axis=0), np.arange(world_size)
+        same = name == CLOCK
+        once = [balance.idle(one, everyone, world_size) for one in taken]
+        rows.append({
+            "partition": name, "idle_tokens": 0.0 if same else balance.idle(lengths, assignments[name], world_size),
+            "idle_cost": 0.0 if same else balance.idle(costs, assignments[name], world_size),
+            "idle_time": balance.idle(least, everyone, world_size),
+            "idle_once_low": min(once), "idle_once_high": max(once), "slowest_ms": 1e3 * float(least.max()),
+            "spread": float(least.std() / least.mean())})
+    return {"ranks": world_size, "requests": requests, "repeats": repeats, "model": model.describe(), "rows": rows,
+            "times": {name: taken.tolist() for name, taken in times.items()}}
 
 
 def rank_main(rank: int, world_size: int, requests: int, rounds: int, folder: str) -> None:
@@ -187,7 +207,7 @@ def processes(quick: bool) -> list[dict[str, Any]]:
     step = Step()
     cores = len(os.sched_getaffinity(0))
     rows = []
-    model = fitted(step, 8, 8, 2 if quick else 6)
+    model = fitted(step, 8, 16 if quick else FITTED_ON)
     for world_size, requests in ((2, 4),) if quick else ((2, 8), (4, 8), (4, 16)):
         rounds = 3 if quick else 9
         replayed = None
@@ -219,13 +239,14 @@ def processes(quick: bool) -> list[dict[str, Any]]:
 def show(result: dict[str, Any]) -> None:
     if "measured" in result:
         one = result["measured"]
-        print(f"\nmeasured steps: {one['ranks']} ranks x {one['requests']} requests, medians of {one['batches']}")
+        print(f"\nmeasured steps: {one['ranks']} ranks x {one['requests']} requests, each share alone, the least of "
+              f"{one['repeats']} times")
         print(f"  {one['model']}")
-        print(f"  {'partition':24}{'tokens':>9}{'cost':>10}{'time':>9}{'(range)':>14}{'slowest':>13}")
+        print(f"  {'partition':24}{'tokens':>9}{'cost':>10}{'time':>9}{'(timed once)':>16}{'slowest':>13}")
         for row in one["rows"]:
-            spread = f"{100 * row['idle_time_low']:.1f}-{100 * row['idle_time_high']:.1f}"
+            once = f"{100 * row['idle_once_low']:.1f}-{100 * row['idle_once_high']:.1f}"
             print(f"  {row['partition']:24}{100 * row['idle_tokens']:8.2f}%{100 * row['idle_cost']:9.3f}%"
-                  f"{100 * row['idle_time']:8.2f}%{spread:>14}{row['slowest_ms']:10.1f} ms")
+                  f"{100 * row['idle_time']:8.2f}%{once:>16}{row['slowest_ms']:10.1f} ms")
     if "processes" in result:
         print("\ngloo processes, wall clock a step, in turns")
         for row in result["processes"]:

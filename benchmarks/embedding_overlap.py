@@ -13,12 +13,17 @@ of the slower process; medians over steps; blocking and prioritized take turns, 
 
     bound    1.3 x collision share x blocking + 2 ms, the share counted on the ids
     less     blocking over prioritized, median of the rounds
+    late     how late this machine was: a third arm, in turns with the two, does two exchanges of no bytes through the
+             same threads after the same computation. Its median less its least step is what other work on the machine
+             cost it (a thread that wakes late, a peer that does); all that exchanges cost by themselves, threads,
+             gloo, latency, is in its least step and stays in
+    net      prioritized less late: what is held against the bound beside the figure itself
 
 The last row draws ids as a site would: a history of 8,192 events a process, over a catalogue of 100 million items with
 popularity ~ rank^-0.85. Its collision share is what comes out; the issue asks for 8 times less exposed where it is at
 most 8 %. Two exchanges a step are always exposed: about 2.5 ms here beyond the link, 1 ms of it gloo's own time on the
-loopback. On a busy machine threads wake late, and the bound is missed; ``chrt -f 5`` (root) takes that out of the
-figures at the cost of whatever else runs there: say so beside them.
+loopback. On a busy machine threads wake late: ``late`` says how much, and ``chrt -f 5`` (root) takes it out of the
+figures themselves at the cost of whatever else runs there: say so beside them.
 """
 
 from __future__ import annotations
@@ -35,10 +40,14 @@ import torch
 from torch import Tensor
 
 from semel.comm import Collective, Throttled, spawn
+from semel.comm.worker import Worker
 from semel.training.embedding import Blocking, Prioritized, RowWiseAdagrad, ShardedEmbedding
 
 SHARES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
 STEPS = 8
+ALLOWED_MS = 2.0
+"""Of the bound, for all that has nothing to do with bytes. A machine that is later than this cannot say whether the
+bound holds: ``too late to tell``."""
 WARM = 2
 """Steps at the start of each round that are left out."""
 WORLD_SIZE = 2
@@ -93,6 +102,24 @@ def compute(kind: str, seconds: float) -> None:
         matrix @ matrix
 
 
+def control(link: Throttled, options: dict[str, Any]) -> list[float]:
+    """Seconds that a step waits for two exchanges of no bytes in a thread, as a schedule's at the end of a step."""
+    worker = Worker("control")
+    none, seconds = torch.empty(0, options["dim"]), []
+
+    def exchanges() -> None:
+        for _ in range(2):
+            link.all_to_all(none, [0] * WORLD_SIZE, [0] * WORLD_SIZE).wait()
+
+    for _ in range(STEPS):
+        compute(options["compute"], options["compute_ms"] / 1e3)
+        began = time.perf_counter()
+        worker.submit(exchanges).result()
+        seconds.append(time.perf_counter() - began)
+    worker.close()
+    return seconds[WARM:]
+
+
 def on_rank(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Exposed seconds of each step of each round, by workload and schedule."""
     torch.set_num_threads(1)
@@ -104,7 +131,7 @@ def on_rank(options: dict[str, Any]) -> list[dict[str, Any]]:
         table = ShardedEmbedding(options["dim"], link, rows=rows, optimizer=RowWiseAdagrad(0.01))
         mine = [batch[link.rank] for batch in batches]
         gradients = [torch.full((len(ids), options["dim"]), 1e-3) for ids in mine]
-        exposed: dict[str, list[list[float]]] = {"blocking": [], "prioritized": []}
+        exposed: dict[str, list[list[float]]] = {"blocking": [], "prioritized": [], "control": []}
         sent: dict[str, float] = {}
         for turn in range(options["rounds"] + 1):
             for name, kind in (("blocking", Blocking), ("prioritized", Prioritized)):
@@ -117,6 +144,9 @@ def on_rank(options: dict[str, Any]) -> list[dict[str, Any]]:
                 if turn:  # the first compiles
                     exposed[name].append([step.exposed_s for step in schedule.report.steps[WARM:]])
                     sent[name] = sum(step.sent_bytes for step in schedule.report.steps[WARM:]) / (STEPS - WARM)
+            waited = control(link, options)
+            if turn:
+                exposed["control"].append(waited)
         out.append({"exposed": exposed, "sent_bytes": sent, "share": collision_share(batches),
                     "positions": len(mine[0]), "rows": float(np.mean([len(torch.unique(ids)) for ids in mine]))})
     return out
@@ -130,14 +160,19 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         share = float(np.mean([one["share"] for one in cases]))
         row: dict[str, Any] = {"workload": workload, "share": share, "rows": cases[0]["rows"],
                                "positions": cases[0]["positions"], "sent_mb": {}}
-        for name in ("blocking", "prioritized"):
+        for name in ("blocking", "prioritized", "control"):
             slower = np.max([one["exposed"][name] for one in cases], axis=0) * 1e3
             row[name] = {"median_ms": float(np.median(slower)),
                          "rounds_ms": [float(np.median(one)) for one in slower]}
-            row["sent_mb"][name] = float(np.mean([one["sent_bytes"][name] for one in cases])) / 1e6
-        row["bound_ms"] = 1.3 * share * row["blocking"]["median_ms"] + 2
+            if name == "control":
+                row["late_ms"] = float(np.median(slower) - slower.min())
+            else:
+                row["sent_mb"][name] = float(np.mean([one["sent_bytes"][name] for one in cases])) / 1e6
+        row["bound_ms"] = 1.3 * share * row["blocking"]["median_ms"] + ALLOWED_MS
         row["less"] = float(np.median(np.divide(row["blocking"]["rounds_ms"], row["prioritized"]["rounds_ms"])))
+        row["net_ms"] = row["prioritized"]["median_ms"] - row["late_ms"]
         row["met"] = row["prioritized"]["median_ms"] <= row["bound_ms"]
+        row["met_net"] = row["net_ms"] <= row["bound_ms"]
         rows.append(row)
     return {**options, "processes": WORLD_SIZE, "steps": STEPS - WARM, "cpus": len(os.sched_getaffinity(0)),
             "cases": rows}
@@ -148,13 +183,17 @@ def show(result: dict[str, Any]) -> None:
           f"and {result['latency_ms']} ms a call; {result['dim']} numbers a row; {result['compute_ms']:.0f} ms of "
           f"{result['compute']} a step")
     print(f"exposed ms a step: medians of {result['rounds']} rounds of {result['steps']} steps, [least, most] round")
-    print(f"  {'collisions':>10} {'rows':>7} {'blocking ms':>24} {'prioritized ms':>24} {'bound ms':>9} {'less':>7}")
+    print(f"  {'collisions':>10} {'rows':>7} {'blocking ms':>24} {'prioritized ms':>24} {'control ms':>11} "
+          f"{'late ms':>8} {'net ms':>8} {'bound ms':>9} {'less':>7}")
     for row in result["cases"]:
         cells = [f"{row[name]['median_ms']:.1f} [{min(row[name]['rounds_ms']):.1f}, {max(row[name]['rounds_ms']):.1f}]"
                  for name in ("blocking", "prioritized")]
-        print(f"  {row['share']:>10.1%} {row['rows']:>7.0f} {cells[0]:>24} {cells[1]:>24} {row['bound_ms']:>9.1f} "
-              f"{row['less']:>6.1f}x {'' if row['met'] else 'over the bound '}"
-              f"{f'{HISTORIES} history of {LENGTH}, catalogue of {CATALOGUE:,}' if row['workload'] == SITE else ''}")
+        held = "" if row["met"] else "net within the bound " if row["met_net"] else (
+            "too late to tell " if row["late_ms"] > ALLOWED_MS else "over the bound ")
+        site = f"{HISTORIES} history of {LENGTH}, catalogue of {CATALOGUE:,}" if row["workload"] == SITE else ""
+        print(f"  {row['share']:>10.1%} {row['rows']:>7.0f} {cells[0]:>24} {cells[1]:>24} "
+              f"{row['control']['median_ms']:>11.1f} {row['late_ms']:>8.1f} {row['net_ms']:>8.1f} "
+              f"{row['bound_ms']:>9.1f} {row['less']:>6.1f}x {held}{site}")
 
 
 def main() -> None:

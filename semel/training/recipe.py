@@ -101,7 +101,9 @@ class Recipe:
     weights, gradients and losses are float32. ``overlap``: prepare the next batches while one computes (the losses are
     the same). ``balance``: which rank and thread computes which request, so that none waits for the longest
     histories: a partition of ``semel.training.balance`` by cost, where t events and candidates cost
-    ``t + quadratic t^2``; "none" leaves requests in their order and cuts it evenly. ``keep_versions``: of the models
+    ``t + quadratic t^2``; "none" leaves requests in their order and cuts it evenly. ``costs``: "given", so; "fit", by
+    what steps took, from the second epoch on; or the folder of a run that fitted them, to repeat it
+    (``semel.training.tuning``). ``keep_versions``: of the models
     that a run saves the last so many stay, so that what they served can be replayed; a run that follows saves one every
     ``version_seconds``, or at its checkpoints where they come sooner."""
 
@@ -122,6 +124,7 @@ class Recipe:
     overlap: bool = True
     balance: Literal["none", "equal_count", "equal_cost", "zigzag", "segments", "karmarkar_karp", "lpt"] = "none"
     quadratic: float = 0.0
+    costs: str = "given"
     memory: MemoryConfig = MemoryConfig()
     keep_versions: int = 10
     version_seconds: float = 60.0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from semel.examples.order import token_cuts
-from semel.training.cost import CostModel
+from semel.training.cost import CostModel, Shares
 from semel.training.loops import Stage
 from semel.training.objectives import Computed, Loader
 from semel.training.pieces import Workers, add, cut_evenly, share_out
@@ -27,6 +27,7 @@ from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
 from semel.training.schedule import rate_at
 from semel.training.timeline import Timeline
+from semel.training.tuning import Tuning
 
 
 class Exchange(Protocol):
@@ -99,17 +100,21 @@ class StepStages:
     """The stages over one model; ``step`` counts updates. ``stop``: asked before each update whether this rank has been
     told to stop; after it ``stopping`` says whether any has, the same on all ranks. ``embed`` is called with a batch
     before the model computes it, ``score`` with one before any weight has learned from it.
-    ``memory``: where what an item tower computed goes, of a model that has one."""
+    ``memory``: where what an item tower computed goes, of a model that has one. ``tuning``: what requests cost and
+    which share of the pieces each rank computes (None: as the recipe says, and equal)."""
 
     def __init__(self, recipe: Recipe, objective: Computed, model: Any, optimizer: torch.optim.Optimizer,
                  workers: Workers, ranks: Ranks, timeline: Timeline, stop: Callable[[], bool],
                  exchange: Exchange | None = None, embed: Callable[[Work], None] | None = None,
-                 score: Callable[[Work], None] | None = None, memory: Remembers | None = None) -> None:
+                 score: Callable[[Work], None] | None = None, memory: Remembers | None = None,
+                 tuning: Tuning | None = None) -> None:
         self.recipe, self.objective, self.model, self.optimizer = recipe, objective, model, optimizer
         self.workers, self.ranks, self.timeline, self._stop = workers, ranks, timeline, stop
         self.exchange, self._embed, self._score, self._memory = exchange, embed, score, memory
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.pieces = max(recipe.pieces, ranks.world_size)
+        self.cost = tuning.cost if tuning is not None else CostModel(quadratic=recipe.quadratic)
+        self.shares = (None if tuning is None else tuning.shares) or Shares.equal(ranks.world_size)
         self.step = 0
         self.stopping = False
         self.observed: list[list[float]] = []
@@ -135,10 +140,10 @@ class StepStages:
         if work.number == 0:  # all of the update's rows: over how much its loss is a mean is known before the first
             for number, batch in enumerate(update.batches):
                 tokens = update.loader.costs(batch)
-                order, runs = share_out(tokens + self.recipe.quadratic * tokens.astype(np.float64) ** 2, self.pieces,
-                                        self.recipe.balance)
+                order, runs = share_out(self.cost.predict(tokens), self.pieces, self.recipe.balance)
                 batch, tokens = batch[order], tokens[order]
-                mine = np.array_split(np.arange(len(runs)), self.ranks.world_size)[self.ranks.rank]
+                ends = np.cumsum(self.shares.sizes(len(runs)))[: self.ranks.world_size - 1]
+                mine = np.split(np.arange(len(runs)), ends)[self.ranks.rank]
                 own = [runs[i] for i in mine]
                 first, stop = (own[0][0], own[-1][1]) if own else (0, 0)
                 update.pieces.append(number * self.pieces + int(mine[0]) if own else 0)

@@ -20,7 +20,6 @@ from torch import Tensor
 from semel.models import save_model
 from semel.training import loops
 from semel.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from semel.training.cost import TERMS, CostModel
 from semel.training.curves import Curves
 from semel.training.memory import memory_writer
 from semel.training.objectives import Objective, make_objective
@@ -30,6 +29,7 @@ from semel.training.recipe import Recipe
 from semel.training.run import Run
 from semel.training.stages import Exchange, StepStages, Work, updates, works
 from semel.training.timeline import Timeline
+from semel.training.tuning import GIVEN, Tuning, check_costs
 
 LOG_EVERY = 20
 
@@ -85,6 +85,7 @@ class Trainer:
         """
         recipe = self.recipe
         self._stop.clear()
+        check_costs(recipe)
         if resume is not None:
             run = Run.open(resume)
             free = ("out", "epochs", "store", "overlap", "memory", "keep_versions", "version_seconds")
@@ -117,6 +118,7 @@ class _Loop:
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate,
                                            betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
         self.timeline = Timeline(ranks.rank)
+        self.tuning = Tuning(self.recipe, run.path, ranks)
         self.memory = memory_writer(model, self.recipe, run.path, ranks, objective.catalogue)
         self.step = 0
         self.epoch = 0
@@ -158,11 +160,12 @@ class _Loop:
         span = before, len(loader) * recipe.epochs
         ends = self.step + len(updates(loader, recipe.accumulate_tokens, *span))
         total = ends + (recipe.epochs - self.epoch - 1) * max(ends - self.step, 1)
+        lengths = np.concatenate([loader.costs(batch) for batch in loader.upcoming()[:1]] or [np.empty(0, np.int64)])
         window: list[Tensor] = []
         samples, since = 0, time.perf_counter()
         with Workers(-(-recipe.pieces // self.ranks.world_size), recipe.seed) as workers:
             step = StepStages(recipe, self.objective, self.model, self.optimizer, workers, self.ranks, self.timeline,
-                              self.trainer._stop.is_set, self.exchange, memory=self.memory)
+                              self.trainer._stop.is_set, self.exchange, memory=self.memory, tuning=self.tuning)
             step.step = self.step
 
             def metrics(work: Work) -> None:
@@ -197,25 +200,10 @@ class _Loop:
                     if stop:
                         self.curves.trace(self.timeline)
                         raise Interrupted(f"stopped at step {self.step}; resume {self.run.path} to go on")
-            self._judge_balance(step.observed)
+            if self.ranks.world_size > 1 or recipe.costs != GIVEN:
+                self.curves.record({"kind": "balance", "step": self.step, "epoch": self.epoch,
+                                    **self.tuning.learn(self.epoch, step.observed, lengths)})
         self.epoch += 1
-
-    def _judge_balance(self, observed: list[list[float]]) -> None:
-        """One line an epoch: how idle ranks were, and what a request costs as far as their times tell."""
-        if self.ranks.world_size == 1:
-            return
-        parts = np.array(self.ranks.gather(observed))  # [ranks, batches, features and seconds]
-        features, seconds = parts[..., :-1], parts[..., -1]
-        model = CostModel()
-        for step in range(parts.shape[1]):
-            model.observe(features[:, step], seconds[:, step])
-        model.fit()
-        loads = {"tokens": features[..., 0], "cost": features @ [getattr(model, term) for term in TERMS],
-                 "time": seconds}
-        idle = {f"idle_{name}": float(np.mean(1 - load.mean(0) / np.maximum(load.max(0), 1e-300)))
-                for name, load in loads.items()}
-        self.curves.record({"kind": "balance", "step": self.step, "epoch": self.epoch, **idle,
-                            "cost": model.describe()})
 
     def _report(self, loss: float, rate: float, total: int) -> None:
         if not self.chief:
@@ -274,6 +262,7 @@ class _Loop:
         self.best, self.since_best = state["best"], state["since_best"]
         self.validation, self.version, self.seconds = state["validation"], state["version"], state["seconds"]
         self.curves.forget_after(self.step)
+        self.tuning.restore(self.epoch)
 
 
 def new_run(recipe: Recipe) -> Path:

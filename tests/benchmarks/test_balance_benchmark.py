@@ -21,7 +21,7 @@ def test_every_contender_is_judged(capped, capsys):
 
 def test_what_was_asked_is_held_against_figures():
     result = {"partitions": {key: balance.partitions(16, "capped" in key, 1, quick=True)
-                             for key in ("64", "64 capped", "256")}}
+                             for key in ("64", "64 capped", "256", "256 capped")}}
     lines = {what: met for what, _, _, met in balance.asked(result)}
     assert lines["the same, equal_count, worst batch"]
     result["partitions"]["64"][0]["idle_cost"] = 0.5
@@ -33,7 +33,9 @@ def test_what_was_asked_is_held_against_figures():
 def test_steps_are_measured_and_processes_run():
     from benchmarks import balance_steps
 
-    found = balance_steps.measured(quick=True)
-    assert {row["partition"] for row in found["rows"]} >= {"unbalanced", "equal_count, cap"}
+    found = balance_steps.measured(8, 8, 2)
+    rows = {row["partition"]: row for row in found["rows"]}
+    assert rows[balance_steps.CAPPED]["idle_time"] < rows[balance_steps.UNBALANCED]["idle_time"]
+    assert rows[balance_steps.CLOCK]["idle_time"] <= rows[balance_steps.CLOCK]["idle_once_high"]
     (row,) = balance_steps.processes(quick=True)
     assert row["rounds"] == 2 and row["unbalanced_ms"] > 0 and row["balanced_ms"] > 0

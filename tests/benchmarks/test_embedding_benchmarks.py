@@ -29,6 +29,8 @@ def test_overlap_prints_what_it_is_asked_for(tmp_path: Path) -> None:
     assert result["cases"][2]["workload"] == "site" and 0.02 < result["cases"][2]["share"] < 0.08
     for case in result["cases"]:
         assert case["prioritized"]["median_ms"] > 0 and case["blocking"]["median_ms"] > 0
+        assert 0 <= case["late_ms"] < case["control"]["median_ms"]
+        assert case["net_ms"] == pytest.approx(case["prioritized"]["median_ms"] - case["late_ms"])
         assert case["sent_mb"]["prioritized"] == pytest.approx(case["sent_mb"]["blocking"], rel=0.05)
 
 
