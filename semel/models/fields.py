@@ -47,7 +47,7 @@ class FieldRanker(nn.Module):
         if self.use_history:
             fields = fields + pooled_history(self.tables, request)
         if not fields:
-            return next(self.tables.tables.parameters()).new_zeros(len(request["as_of"]), 0, self.tables.dim)
+            return next(self.parameters()).new_zeros(len(request["as_of"]), 0, self.tables.dim)
         return torch.stack(fields, 1)
 
     def candidate_fields(self, candidate: Mapping[str, Any]) -> Tensor:

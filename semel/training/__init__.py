@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "ExampleConfig": "recipe", "OptimizerConfig": "recipe", "Recipe": "recipe", "override": "recipe",
-    "read_overrides": "recipe",
+    "ShardingConfig": "recipe", "read_overrides": "recipe",
     "Interrupted": "trainer", "Progress": "trainer", "Trainer": "trainer", "with_paths": "trainer",
     "Followed": "follow", "Follower": "follow", "Run": "run", "Ranks": "ranks", "parallelize": "parallel",
     "Evaluation": "evaluation", "evaluate": "evaluation",
@@ -13,7 +13,7 @@ _HOME = {
 
 __all__ = [
     "Evaluation", "ExampleConfig", "Followed", "Follower", "Interrupted", "OptimizerConfig", "Progress", "Ranks",
-    "Recipe", "Run", "Trainer", "evaluate", "override", "parallelize", "read_overrides", "with_paths",
+    "Recipe", "Run", "ShardingConfig", "Trainer", "evaluate", "override", "parallelize", "read_overrides", "with_paths",
 ]
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from semel.training.follow import Followed, Follower
     from semel.training.parallel import parallelize
     from semel.training.ranks import Ranks
-    from semel.training.recipe import ExampleConfig, OptimizerConfig, Recipe, override, read_overrides
+    from semel.training.recipe import ExampleConfig, OptimizerConfig, Recipe, ShardingConfig, override, read_overrides
     from semel.training.run import Run
     from semel.training.trainer import Interrupted, Progress, Trainer, with_paths
 

@@ -16,9 +16,10 @@ KEEP = 2
 
 
 def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-                    others: dict[str, Tensor], state: dict[str, Any]) -> Path:
+                    others: dict[str, Tensor], state: dict[str, Any], tables: Path | None = None) -> Path:
     """``folder/step-N/``: ``tensors.safetensors`` (weights, optimizer moments, ``others``: generator
-    states, running sums) and ``state.json``."""
+    states, running sums) and ``state.json``. ``tables``: a folder in which all ranks have saved theirs, which becomes
+    ``tables/`` of it."""
     from safetensors.torch import save_file
 
     tensors = {f"model.{name}": value.detach().contiguous() for name, value in model.state_dict().items()}
@@ -34,6 +35,8 @@ def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: 
     save_file({name: value.clone() for name, value in tensors.items()}, part / "tensors.safetensors")
     described = {"format_version": FORMAT_VERSION, "step": step, "groups": groups["param_groups"], **state}
     (part / "state.json").write_text(json.dumps(described))
+    if tables is not None:
+        os.replace(tables, part / "tables")
     shutil.rmtree(final, ignore_errors=True)
     os.replace(part, final)
     for old in sorted(folder.glob("step-*"))[:-KEEP]:

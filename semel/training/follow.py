@@ -77,6 +77,9 @@ class Follower:
                  on_progress: Callable[[Followed], None] | None = None) -> None:
         if recipe.model.objective != "ranking":
             raise ValueError(f"recipe {recipe.name!r} predicts the next item; following trains ranking recipes")
+        if recipe.sharding.tables:
+            raise ValueError(f"recipe {recipe.name!r} has sharded tables ({', '.join(recipe.sharding.tables)}); "
+                             "following trains with whole ones: set sharding.tables to nothing")
         self.folder, self.start, self.on_progress = Path(folder), start, on_progress
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder; name the one in which files of request rows appear")

@@ -38,12 +38,14 @@ def plain(stages: Sequence[Stage], items: Iterable[W], timeline: Timeline) -> Ge
         yield work
 
 
-def overlapped(stages: Sequence[Stage], items: Iterable[W], timeline: Timeline, ahead: int = AHEAD) -> Generator[W]:
+def overlapped(stages: Sequence[Stage], items: Iterable[W], timeline: Timeline, ahead: int = AHEAD,
+               meet: Callable[[W, Future[W] | None], None] | None = None) -> Generator[W]:
     """``plain``, with the stages marked ``ahead`` of the next batches in threads, one a stage, each batch in order.
 
     Exactly the next ``ahead`` batches have been begun when a batch computes, and what was begun is finished, also when
     the consumer stops early: stages that talk to other ranks then say the same on all of them. What a stage raises
-    comes out at its batch.
+    comes out at its batch. ``meet(work, behind)`` is told of each batch before its other stages run, and of the one
+    behind it, on its way through the stages that run ahead; None where no other was given.
     """
     early, late = [s for s in stages if s.ahead], [s for s in stages if not s.ahead]
     threads = [ThreadPoolExecutor(1, f"semel-stage-{stage.name}") for stage in early]
@@ -59,6 +61,8 @@ def overlapped(stages: Sequence[Stage], items: Iterable[W], timeline: Timeline, 
     def compute() -> W:
         with timeline.span("input"):
             work = waiting.popleft().result()
+        if meet is not None:
+            meet(work, waiting[0] if waiting else None)
         for stage in late:
             with timeline.span(stage.name):
                 stage.run(work)

@@ -91,6 +91,27 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class ShardingConfig:
+    """Tables whose rows are shared by ranks while a ranking model trains: ``tables`` are names of features.
+
+    Their rows are trained by an ``optimizer`` of their own, at ``learning_rate`` (None: the recipe's) with the recipe's
+    warm-up, schedule and betas: one that leaves alone rows that a step does not use, without weight decay, outside
+    ``clip_norm``. ``schedule``: when rows and gradients travel (``semel.training.embedding``); the results are the
+    same."""
+
+    tables: tuple[str, ...] = ()
+    schedule: Literal["prioritized", "blocking"] = "prioritized"
+    optimizer: Literal["adam", "row_wise_adagrad", "sgd"] = "adam"
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(set(self.tables)) < len(self.tables):
+            raise ValueError(f"sharding.tables names one twice: {', '.join(self.tables)}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"sharding.learning_rate must be above 0 and finite, or none, got {self.learning_rate}")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """``batch``: requests of a step (ranking) or users of a step (next item). ``patience``: stop after so many
     validations without a better one, and keep the best weights. ``validate_every``: epochs between validations.
@@ -103,7 +124,8 @@ class Recipe:
     histories: a partition of ``semel.training.balance`` by cost, where t events and candidates cost
     ``t + quadratic t^2``; "none" leaves requests in their order and cuts it evenly. ``costs``: "given", so; "fit", by
     what steps took, from the second epoch on; or the folder of a run that fitted them, to repeat it
-    (``semel.training.tuning``). ``keep_versions``: of the models
+    (``semel.training.tuning``). ``sharding``: which tables are shared by ranks, in place of a copy on each.
+    ``keep_versions``: of the models
     that a run saves the last so many stay, so that what they served can be replayed; a run that follows saves one every
     ``version_seconds``, or at its checkpoints where they come sooner."""
 
@@ -126,6 +148,7 @@ class Recipe:
     quadratic: float = 0.0
     costs: str = "given"
     memory: MemoryConfig = MemoryConfig()
+    sharding: ShardingConfig = ShardingConfig()
     keep_versions: int = 10
     version_seconds: float = 60.0
     store: str = "./store"
@@ -138,6 +161,14 @@ class Recipe:
             if value is not None and value < 1:
                 raise ValueError(f"recipe {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
 
+        if self.sharding.tables:
+            if self.model.kind in ("next_item", "early_ranker"):
+                raise ValueError(f"recipe {self.name!r}: sharding.tables is for models that look up what a batch "
+                                 f"names; a {self.model.kind} model looks up items of the whole catalogue: set "
+                                 f"sharding.tables to nothing")
+            if self.accumulate_tokens is not None:
+                raise ValueError(f"recipe {self.name!r}: sharding.tables fetches rows batch by batch, each of which "
+                                 f"must be an update; set accumulate_tokens to none, or sharding.tables to nothing")
         if not self.version_seconds > 0:
             raise ValueError(f"recipe {self.name!r}: version_seconds must be above 0, got {self.version_seconds}")
         if not 0 <= self.quadratic < float("inf"):

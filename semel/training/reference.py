@@ -4,8 +4,64 @@ from __future__ import annotations
 
 import heapq
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from semel.training.recipe import Recipe
+
+
+def plain_training(recipe: Recipe) -> tuple[list[float], Any]:
+    """One process, one batch after the other, each as one piece, all tables whole in the model -> each step's loss and
+    the model at the end. What ``Trainer`` must come to when nothing in a step is drawn; it validates nothing."""
+    import torch
+
+    from semel.training.objectives import make_objective
+    from semel.training.schedule import rate_at
+    from semel.training.sharded import row_optimizer
+
+    torch.manual_seed(recipe.seed)
+    objective, config = make_objective(recipe), recipe.optimizer
+    model: Any = objective.make_model()
+    loader = objective.loader
+    apart = {name: model.tables.tables[name] for name in recipe.sharding.tables}
+    for table in apart.values():
+        table.sparse = True  # its gradient names the rows that the batch used
+    rows = {name: table.weight for name, table in apart.items()}
+    rest = [p for p in model.parameters() if all(p is not weight for weight in rows.values())]
+    optimizer = torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
+    of_rows = row_optimizer(recipe)
+    state: dict[str, dict[str, torch.Tensor]] = {
+        name: {part: torch.zeros(len(weight), width) for part, width in of_rows.state(weight.shape[1]).items()}
+        for name, weight in rows.items()}
+    losses: list[float] = []
+    for epoch in range(recipe.epochs):
+        loader.set_epoch(epoch)
+        for index in loader.upcoming():
+            read = loader.read(index)
+            batch = objective.materialize(read, objective.histories(read))
+            model.train()
+            some = np.asarray(objective.counts(batch) > 0, np.float64)
+            loss = objective.loss(model, batch, torch.Generator(), some)
+            model.zero_grad()
+            loss.backward()
+            if config.clip_norm > 0:
+                torch.nn.utils.clip_grad_norm_(rest, config.clip_norm)
+            rate = rate_at(config, len(losses), len(losses) / (recipe.epochs * len(loader)))
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate * rate
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            for name, weight in rows.items():
+                if weight.grad is not None:
+                    own_rate = rate * (recipe.sharding.learning_rate or config.learning_rate)
+                    gradient = weight.grad.coalesce()
+                    of_rows.plain(weight.data, state[name], gradient.indices()[0], gradient.values(), own_rate,
+                                  len(losses))
+            loader.took()
+    objective.close()
+    return losses, model
 
 
 def zigzag(costs: list[float], world_size: int) -> list[int]:

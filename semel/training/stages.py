@@ -8,7 +8,7 @@ ranks there are: two ranks with a piece each compute what one rank with two piec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -44,6 +44,18 @@ class Remembers(Protocol):
     def write(self, work: Work) -> None: ...
 
 
+class Fetches(Protocol):
+    """Tables of which a batch's rows are fetched before it is computed (``semel.training.sharded``)."""
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The batch's rows, from ``embed`` to ``learn``."""
+        ...
+    def wanted(self, batch: Any) -> dict[str, Tensor]: ...
+    def embed(self, work: Work) -> None: ...
+    def learn(self, gradients: Sequence[Tensor | None], rate: float) -> None: ...
+
+
 @dataclass
 class Update:
     """The batches that make one update of the weights, and what has been summed over them so far. ``done``: the share
@@ -76,6 +88,8 @@ class Work:
     batch: Any = None
     pieces: list[tuple[int, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    ids: dict[str, Tensor] | None = None
+    row_gradients: list[Tensor | None] = field(default_factory=list)
 
     @property
     def last(self) -> bool:
@@ -98,19 +112,19 @@ def updates(loader: Loader, accumulate_tokens: int | None, before: int, total: i
 
 class StepStages:
     """The stages over one model; ``step`` counts updates. ``stop``: asked before each update whether this rank has been
-    told to stop; after it ``stopping`` says whether any has, the same on all ranks. ``embed`` is called with a batch
-    before the model computes it, ``score`` with one before any weight has learned from it.
-    ``memory``: where what an item tower computed goes, of a model that has one. ``tuning``: what requests cost and
-    which share of the pieces each rank computes (None: as the recipe says, and equal)."""
+    told to stop; after it ``stopping`` says whether any has, the same on all ranks. ``tables``: those of the model that
+    do not lie in it whole; then each batch must be an update. ``score`` is called with a batch before any weight has
+    learned from it. ``memory``: where what an item tower computed goes, of a model that has one. ``tuning``: what
+    requests cost and which share of the pieces each rank computes (None: as the recipe says, and equal)."""
 
     def __init__(self, recipe: Recipe, objective: Computed, model: Any, optimizer: torch.optim.Optimizer,
                  workers: Workers, ranks: Ranks, timeline: Timeline, stop: Callable[[], bool],
-                 exchange: Exchange | None = None, embed: Callable[[Work], None] | None = None,
+                 exchange: Exchange | None = None, tables: Fetches | None = None,
                  score: Callable[[Work], None] | None = None, memory: Remembers | None = None,
                  tuning: Tuning | None = None) -> None:
         self.recipe, self.objective, self.model, self.optimizer = recipe, objective, model, optimizer
         self.workers, self.ranks, self.timeline, self._stop = workers, ranks, timeline, stop
-        self.exchange, self._embed, self._score, self._memory = exchange, embed, score, memory
+        self.exchange, self._tables, self._score, self._memory = exchange, tables, score, memory
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.pieces = max(recipe.pieces, ranks.world_size)
         self.cost = tuning.cost if tuning is not None else CostModel(quadratic=recipe.quadratic)
@@ -127,7 +141,7 @@ class StepStages:
             Stage("read", self._read, ahead=True),
             *([Stage("exchange", self._exchange, ahead=True)] if self.exchange else []),
             Stage("materialize", self._materialize, ahead=True),
-            *([Stage("embed", self._embed)] if self._embed else []),
+            *([Stage("embed", self._tables.embed)] if self._tables else []),
             *([Stage("score", self._score)] if self._score else []),
             Stage("forward", self._forward),
             Stage("backward", self._backward),
@@ -172,6 +186,8 @@ class StepStages:
             work.runs = cut_evenly(self.objective.costs(work.batch), each)
         work.pieces = [(work.piece + i, work.batch.slice(a, b)) for i, (a, b) in enumerate(work.runs)]
         work.rows = work.histories = None
+        if self._tables is not None:
+            work.ids = self._tables.wanted(work.batch)
 
     def _forward(self, work: Work) -> None:
         update = work.update
@@ -206,7 +222,10 @@ class StepStages:
     def _backward(self, work: Work) -> None:
         update = work.update
         began = time.perf_counter()
-        update.gradients = add(update.gradients, self.workers.gradients(self.parameters, work.losses))
+        leaves = [] if self._tables is None else self._tables.leaves
+        found = self.workers.gradients([*self.parameters, *leaves], work.losses)
+        work.row_gradients = found[len(self.parameters):]
+        update.gradients = add(update.gradients, found[:len(self.parameters)])
         self.observed.append([*update.costs[work.number], self._seconds + time.perf_counter() - began])
         work.losses = []
 
@@ -222,6 +241,10 @@ class StepStages:
         update.loss = torch.tensor(loss, dtype=torch.float32)
         if broken:
             self._report(update)
+        rate = rate_at(config, self.step, update.done)
+        if self._tables is not None:  # before the sums of the rest, under which what it sends is hidden
+            self._tables.learn(work.row_gradients, rate)
+            work.row_gradients = []
         for parameter, gradient, count in zip(self.parameters, update.gradients, used, strict=True):
             # A parameter that no rank used has no gradient, as on one rank: the optimizer leaves it alone.
             parameter.grad = torch.zeros_like(parameter) if gradient is None and count else gradient
@@ -230,7 +253,7 @@ class StepStages:
         if config.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(self.parameters, config.clip_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * rate_at(config, self.step, update.done)
+            group["lr"] = config.learning_rate * rate
         self.optimizer.step()
         update.gradients = None
         self.stopping = bool(stop)

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from semel.training.pieces import Workers
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
 from semel.training.run import Run
+from semel.training.sharded import sharded_tables
 from semel.training.stages import Exchange, StepStages, Work, updates, works
 from semel.training.timeline import Timeline
 from semel.training.tuning import GIVEN, Tuning, check_costs
@@ -114,10 +115,11 @@ class _Loop:
                  exchange: Exchange | None = None) -> None:
         self.trainer, self.recipe, self.run, self.objective, self.model = trainer, trainer.recipe, run, objective, model
         self.ranks, self.exchange = ranks, exchange
+        self.timeline = Timeline(ranks.rank)
+        self.tables = sharded_tables(model, self.recipe, self.timeline)
         config = self.recipe.optimizer
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate,
                                            betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
-        self.timeline = Timeline(ranks.rank)
         self.tuning = Tuning(self.recipe, run.path, ranks)
         self.memory = memory_writer(model, self.recipe, run.path, ranks, objective.catalogue)
         self.step = 0
@@ -134,7 +136,7 @@ class _Loop:
         return self.ranks.rank == 0
 
     def go(self, resume: bool) -> None:
-        with Curves(self.run, self.ranks) as self.curves:
+        with Curves(self.run, self.ranks) as self.curves, closing(self.tables) if self.tables else nullcontext():
             if resume:
                 self._restore()
             stopped_early = self.since_best >= self.recipe.patience
@@ -150,7 +152,8 @@ class _Loop:
                 "model_version": self.version, "epochs": self.epoch, "steps": self.step, "seconds": self.seconds,
                 "stopped_early": stopped_early, "best": {self.objective.score: self.best},
                 "wait_seconds": self._waited(), "threads": torch.get_num_threads(), "ranks": self.ranks.world_size,
-                "parameters": sum(p.numel() for p in self.model.parameters()),
+                "parameters": sum(p.numel() for p in self.model.parameters())
+                + (self.tables.parameters if self.tables else 0),
             }, indent=1))
 
     def _train_epoch(self) -> None:
@@ -165,7 +168,8 @@ class _Loop:
         samples, since = 0, time.perf_counter()
         with Workers(-(-recipe.pieces // self.ranks.world_size), recipe.seed) as workers:
             step = StepStages(recipe, self.objective, self.model, self.optimizer, workers, self.ranks, self.timeline,
-                              self.trainer._stop.is_set, self.exchange, memory=self.memory, tuning=self.tuning)
+                              self.trainer._stop.is_set, self.exchange, self.tables, memory=self.memory,
+                              tuning=self.tuning)
             step.step = self.step
 
             def metrics(work: Work) -> None:
@@ -184,9 +188,11 @@ class _Loop:
                     self._report(float(torch.stack(window).mean()), rate, total)
                     window, samples, since = [], 0, now
 
-            loop = loops.overlapped if recipe.overlap else loops.plain
             stages = [*step.stages(), loops.Stage("metrics", metrics)]
-            with closing(loop(stages, works(loader, recipe.accumulate_tokens, *span), self.timeline)) as done:
+            items = works(loader, recipe.accumulate_tokens, *span)
+            loop = loops.overlapped(stages, items, self.timeline, meet=self.tables.meet if self.tables else None) \
+                if recipe.overlap else loops.plain(stages, items, self.timeline)
+            with closing(loop) as done:
                 for work in done:
                     if not work.last:
                         continue
@@ -211,7 +217,8 @@ class _Loop:
             return
         seconds = self.timeline.means()
         self.curves.record({"kind": "train", "step": self.step, "epoch": self.epoch, "loss": loss,
-                            "samples_per_s": rate, "wait_s": self._waited(), "seconds": seconds})
+                            "samples_per_s": rate, "wait_s": self._waited(), "seconds": seconds,
+                            **(self.tables.report() if self.tables else {})})
         if self.trainer.on_progress is not None:
             self.trainer.on_progress(Progress(self.step, total, self.epoch, self.recipe.epochs, loss, rate,
                                               self._waited(), dict(self.validation), seconds))
@@ -226,7 +233,8 @@ class _Loop:
         end."""
         self.model.eval()
         with torch.inference_mode():
-            self.validation = dict(self.objective.validate(self.model))
+            model = self.model if self.tables is None else self.tables.reading(self.model)
+            self.validation = dict(self.objective.validate(model))
         score = self.validation.get(self.objective.score)
         if score is not None:
             self.curves.record({"kind": "validation", "step": self.step, "epoch": self.epoch, **self.validation})
@@ -235,27 +243,34 @@ class _Loop:
             if self.memory is not None:  # rows and weights of one step: what is served is what was judged
                 self.memory.fill()
                 self.memory.publish()
-            if self.chief:
-                self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
-                                          self.recipe.name, self.recipe.keep_versions)
+            with self.tables.gathered() if self.tables else nullcontext():
+                if self.chief:
+                    self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
+                                              self.recipe.name, self.recipe.keep_versions)
         else:
             self.since_best += 1
         return self.since_best >= self.recipe.patience
 
     def _save(self) -> None:
+        folder, tables = self.run.path / "checkpoints", None
+        if self.tables is not None:
+            tables = folder / ".tables"
+            self.tables.save(tables)
         if not self.chief:
             return
         generators = {"torch": torch.get_rng_state()}
         state = {"epoch": self.epoch, "loader": self.objective.loader.state_dict(), "best": self.best,
                  "since_best": self.since_best, "validation": self.validation, "version": self.version,
                  "seconds": self.seconds}
-        save_checkpoint(self.run.path / "checkpoints", self.step, self.model, self.optimizer, generators, state)
+        save_checkpoint(folder, self.step, self.model, self.optimizer, generators, state, tables)
 
     def _restore(self) -> None:
         path = latest_checkpoint(self.run.path / "checkpoints")
         if path is None:
             raise FileNotFoundError(f"{self.run.path} has no checkpoint to resume from; train it anew")
         generators, state = load_checkpoint(path, self.model, self.optimizer)
+        if self.tables is not None:
+            self.tables.load(path / "tables")
         torch.set_rng_state(generators["torch"])
         self.objective.loader.load_state_dict(state["loader"])
         self.step, self.epoch = state["step"], state["epoch"]

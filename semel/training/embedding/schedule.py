@@ -174,6 +174,9 @@ class Schedule(Generic[Example]):
         self.synchronize()
         self._vectors, self._announced, self._exposed = None, False, 0.0
 
+    def abandon(self) -> None:
+        """Ends it after an error, here or elsewhere: waits for nothing, and what was under way may be lost."""
+
     def synchronize(self) -> None:
         """Returns when every update asked for is done."""
         raise NotImplementedError
@@ -293,9 +296,13 @@ class Prioritized(Schedule[Example]):
         try:
             super().close()
         finally:
-            if self._worker is not None:
-                self._worker.close()
-            self._worker = self._now = self._next = self._ready = self._unfinished = None
+            self.abandon()
+            self._next = self._ready = self._unfinished = None
+
+    def abandon(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
     def synchronize(self) -> None:
         if self._worker is not None:

@@ -100,6 +100,33 @@ class ShardedEmbedding:
         wanted.write(self.transport.all_to_all(out, receive, send).wait(), vectors)
         return vectors
 
+    def start_at(self, vectors: Tensor) -> None:
+        """The rows that are there now [rows, dim] of a dense or hashed table, by key; each rank takes its own. Raises
+        ValueError for another shape, or a table that has no rows yet."""
+        if self.rows.name == "zero_collision" or vectors.shape != (self.size, self.dim):
+            raise ValueError(f"{list(vectors.shape)} vectors for a {self.rows.name} table of [{self.size}, {self.dim}]")
+        keys, slots, _ = self.rows.held()
+        device = self.weight.device
+        self.weight[torch.from_numpy(slots).to(device)] = vectors[torch.from_numpy(keys)].to(device)
+
+    def gather(self) -> Tensor | None:
+        """All rows of a dense or hashed table, by key: [rows, dim] on rank 0, where they must fit; None elsewhere. All
+        ranks together. Raises ValueError for a table whose rows are known by id."""
+        if self.rows.name == "zero_collision":
+            raise ValueError("the rows of a zero_collision table have no places in one whole; save it, or read its ids")
+        self.settle()
+        link, own = self.transport, self.weight[torch.from_numpy(self.rows.held()[1]).to(self.weight.device)]
+        owner = self.rows.owner(torch.arange(self.size))
+        send = [len(own), *[0] * (link.world_size - 1)]
+        receive = torch.bincount(owner, minlength=link.world_size).tolist() if link.rank == 0 else \
+            [0] * link.world_size
+        rows = link.all_to_all(own, send, receive).wait()
+        if link.rank:
+            return None
+        whole = rows.new_empty(self.size, self.dim)
+        whole[torch.sort(owner, stable=True).indices.to(rows.device)] = rows
+        return whole
+
     def admit(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Distinct own keys [M] that the next batch uses -> (their slots, the slots among them that are new)."""
         self.batches += 1
