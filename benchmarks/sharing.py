@@ -1,7 +1,7 @@
 """Request sharing against serving a ranker naively, on models that nobody here wrote.
 
     python -m benchmarks.sharing [--models own deepctr.DCN-matrix] [--sizes 1 16 128 512 2048 16384] [--compiled]
-                                 [--pairs 15] [--json] [--quick]
+                                 [--pairs 15] [--json [FILE] [--resume] [--limit 1800]] [--quick]
 
 One request with N candidates, and one ragged case (five requests, one of them empty, N candidates in all: ``--ragged``
 N). Columns, all in the same runtime, eager or (``--compiled``) ``torch.compile``:
@@ -15,6 +15,9 @@ Rounds are interleaved: each runs every column once, in turning order, after two
 are naive over column, medians of the rounds' ratios. ``slower`` is the 95 % upper bound of shared over naive, from
 order statistics of the rounds: no assumption on how times are distributed. FLOPs by ``torch.utils.flop_counter``. The
 difference is the largest one from the unmodified model, in float32 over the output's scale and in float64 as it is.
+With ``--json FILE`` each model runs in a process of its own, for at most ``--limit`` seconds, and FILE is written after
+each; ``--resume`` goes on where a run with the same work was stopped. What did not come to its end keeps the rows that
+it had, and is named; the means are printed over those with a number, and with the others taken as 1.0x.
 Last line: DCNv2 with 1,600 request and 160 candidate dimensions, exact, its towers behind the cross layers (stacked)
 and beside them (parallel, with a linear readout), and with rows of the request that never see the candidate (rDCN,
 another model).
@@ -27,14 +30,18 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.apart import run_apart, write_whole
 from benchmarks.input_tile import InputTile
+from benchmarks.sharing_report import HEADER, line, show, summary
 from benchmarks.zoo import chosen, zoo
 from benchmarks.zoo_model import ZooModel, broadcast, split_inputs
 from semel.sharing import SharingError, share
@@ -228,8 +235,9 @@ def stated(arguments: argparse.Namespace) -> int:
     return STATED if STATED in arguments.sizes else max(arguments.sizes)
 
 
-def examine(build: Callable[[], ZooModel], arguments: argparse.Namespace) -> dict[str, Any]:
-    """All sizes of one model, or the reason why it cannot be shared."""
+def examine(build: Callable[[], ZooModel], arguments: argparse.Namespace,
+            say: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
+    """All sizes of one model, or the reason why it cannot be shared. ``say`` gets the result as it grows."""
     model = build()
     try:
         both = Compared(model, arguments.compiled, stated(arguments))
@@ -237,71 +245,14 @@ def examine(build: Callable[[], ZooModel], arguments: argparse.Namespace) -> dic
         return {"refused": " ".join(str(error).split())}
     lookups = both.tile.lookups if both.tile else 0
     result: dict[str, Any] = {"share_seconds": both.share_seconds, "lookups_once": lookups, "rows": []}
+    say(result)
     cases = [(n, False) for n in arguments.sizes] + [(n, True) for n in arguments.ragged]
     for candidates, ragged in cases:
-        row = both.measure(candidates, ragged, arguments.pairs, arguments.seconds)
-        result["rows"].append(row)
-        if not arguments.json:
-            print(line(model.name, row), flush=True)
+        result["rows"].append(both.measure(candidates, ragged, arguments.pairs, arguments.seconds))
+        say(result)
     if not arguments.no_float64:
         result["float64_difference"] = float64_difference(model, min(128, stated(arguments)))
-        if not arguments.json and result["float64_difference"] is not None:
-            print(f"{'':28} float64: largest difference {result['float64_difference']:.1e}", flush=True)
     return result
-
-
-def line(name: str, row: dict[str, Any]) -> str:
-    cells = [f"{name:28}", f"{row['candidates']:6}{' ragged' if row['ragged'] else '       '}"]
-    for column in ("naive", "tile", "shared", "cached"):
-        ms = row["ms"].get(column)
-        cells.append(f"{ms:9.2f}" if ms is not None else f"{'-':>9}")
-    for column in ("tile", "shared", "cached"):
-        ratio = row["speed_up"].get(column)
-        cells.append(f"{ratio:6.2f}x" if ratio is not None else f"{'-':>7}")
-    bound = row["slower_bound"].get("shared")
-    cells.append(f"{100 * (bound - 1):+6.0f} %" if bound is not None else f"{'-':>8}")
-    if row["flops"].get("naive"):
-        cells.append(f"{row['flops']['shared'] / row['flops']['naive']:7.3f}")
-        cells.append(f"{row['flops']['cached'] / row['flops']['naive']:7.3f}")
-    else:
-        cells.append(f"{'-':>7} {'-':>7}")
-    cells.append(f"{row['relative_difference']:8.1e}" if "relative_difference" in row else f"{'-':>8}")
-    return " ".join(cells)
-
-
-HEADER = (f"{'model':28} {'N':>6}        {'naive ms':>9} {'tile':>9} {'shared':>9} {'cached':>9} {'tile':>7} "
-          f"{'shared':>7} {'cached':>7} {'slower':>8} {'FLOPs':>7} {'cached':>7} {'diff':>8}")
-
-
-def geometric_mean(values: Iterable[float]) -> float | None:
-    found = [v for v in values if v > 0]
-    return math.exp(statistics.fmean(map(math.log, found))) if found else None
-
-
-def summary(results: dict[str, dict[str, Any]], candidates: int) -> dict[str, Any]:
-    """The measures that the issue names. Models that are refused count in the first only."""
-    taken = {name: r for name, r in results.items() if "rows" in r}
-    at = {name: row for name, r in taken.items() for row in r["rows"]
-          if row["candidates"] == candidates and not row["ragged"] and row["speed_up"]}
-    halved = [row for row in at.values() if row["flops"].get("naive")
-              and row["flops"]["shared"] <= row["flops"]["naive"] / 2]
-    bounds = [(row["slower_bound"][column], name, row["candidates"], column) for name, r in taken.items()
-              for row in r["rows"] for column in ("shared", "cached") if column in row["slower_bound"]]
-    return {
-        "models": len(results), "shared": len(taken),
-        "refused": {name: r["refused"] for name, r in results.items() if "refused" in r},
-        "candidates": candidates,
-        "tile": geometric_mean(row["speed_up"]["tile"] for row in at.values() if "tile" in row["speed_up"]),
-        "request_included": geometric_mean(row["speed_up"]["shared"] for row in at.values()),
-        "request_cached": geometric_mean(row["speed_up"]["cached"] for row in at.values()),
-        "flops_halved": {"models": len(halved),
-                         "speed_up": geometric_mean(row["speed_up"]["shared"] for row in halved)},
-        "worst_slower_bound": max(bounds, default=None),
-        "float64_difference": max((r["float64_difference"] for r in taken.values()
-                                   if r.get("float64_difference") is not None), default=None),
-        "relative_difference": max((row["relative_difference"] for r in taken.values() for row in r["rows"]
-                                    if "relative_difference" in row), default=None),
-    }
 
 
 @torch.no_grad()
@@ -325,6 +276,101 @@ def cross_network(models: dict[str, Callable[[], ZooModel]], arguments: argparse
             "speed_up": {name: speed_up(name) for name in times if not name.endswith("naive")}}
 
 
+CROSS_NETWORK = "cross network"
+
+
+def part(say: Callable[[dict[str, Any]], None], name: str, arguments: argparse.Namespace) -> None:
+    """One model of the zoo, or the comparison of cross networks, in a process of its own."""
+    models = zoo(small=arguments.quick)
+    say(cross_network(models, arguments) if name == CROSS_NETWORK else examine(models[name], arguments, say))
+
+
+def parts_of(models: dict[str, Callable[[], ZooModel]], names: list[str] | None) -> list[str]:
+    wanted = list(chosen(models, names))
+    return wanted + ([CROSS_NETWORK] if names is None or any(n.startswith("own") for n in names) else [])
+
+
+class Printed:
+    """Says what is new of a model's result: ``shown(name, result)`` as often as it grows."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, int] = {}
+        print(HEADER, flush=True)
+
+    def shown(self, name: str, result: dict[str, Any]) -> None:
+        rows = result.get("rows", [])
+        for row in rows[self.rows.get(name, 0):]:
+            print(line(name, row), flush=True)
+        self.rows[name] = len(rows)
+
+    def ended(self, name: str, result: dict[str, Any]) -> None:
+        self.shown(name, result)
+        for key in ("refused", "not_run"):
+            if key in result:
+                print(f"{name:28} {key.replace('_', ' ')}: {result[key]}", flush=True)
+        if result.get("float64_difference") is not None:
+            print(f"{'':28} float64: largest difference {result['float64_difference']:.1e}", flush=True)
+
+
+def work_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What has to be the same for results to stand in one file."""
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(),
+            "runtime": "compiled" if arguments.compiled else "eager", "sizes": arguments.sizes,
+            "ragged": arguments.ragged, "pairs": arguments.pairs, "seconds": arguments.seconds,
+            "float64": not arguments.no_float64, "quick": arguments.quick}
+
+
+def reported(results: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+    models = {name: result for name, result in results.items() if name != CROSS_NETWORK}
+    report = summary(models, stated(arguments))
+    if "speed_up" in results.get(CROSS_NETWORK, {}):
+        report["cross_network"] = results[CROSS_NETWORK]
+    return {**work_of(arguments), "models": models, "summary": report}
+
+
+def sweep(names: list[str], arguments: argparse.Namespace, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Parts that ``results`` lacks, or that were stopped at a lower limit, each in a process of its own."""
+    printed = Printed()
+    for name in names:
+        before = results.get(name, {})
+        if before and before.get("limit", arguments.limit) >= arguments.limit:
+            printed.ended(name, before)
+            continue
+        found: dict[str, Any] = {}
+
+        def seen(result: dict[str, Any], name: str = name, found: dict[str, Any] = found) -> None:
+            found.update(result)
+            printed.shown(name, found)
+
+        stopped = run_apart(part, (name, arguments), arguments.limit, seen)
+        if stopped is not None:
+            found |= {"not_run": stopped, "limit": arguments.limit}
+        printed.ended(name, found)
+        results[name] = found
+        write_whole(arguments.json, {**reported(results, arguments), CROSS_NETWORK: results.get(CROSS_NETWORK, {})})
+    return reported(results, arguments)
+
+
+def earlier(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The results that a file has. SystemExit where it is of other work, or would be lost."""
+    path = arguments.json
+    if not path.exists():
+        return {}
+    if not arguments.resume:
+        raise SystemExit(f"{path} exists; go on with it (--resume), or name another file")
+    try:
+        document = json.loads(path.read_text())
+        results = document["models"] | {CROSS_NETWORK: document[CROSS_NETWORK]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} holds no results of this benchmark ({type(error).__name__}: {error}); "
+                         "name another file") from None
+    work = json.loads(json.dumps(work_of(arguments)))
+    other = [f"{key} {document.get(key)!r}, now {value!r}" for key, value in work.items() if document.get(key) != value]
+    if other:
+        raise SystemExit(f"{path} is of other work ({'; '.join(other)}); repeat its arguments, or name another file")
+    return {name: result for name, result in results.items() if result}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="names, or how they begin; see python -m benchmarks.zoo")
@@ -335,52 +381,42 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300, help="for the rounds of one line; fewer rounds if longer")
     parser.add_argument("--no-float64", action="store_true", help="leave out the check in float64")
     parser.add_argument("--quick", action="store_true", help="small widths, three rounds: does it run")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", nargs="?", type=Path, const=Path("-"), metavar="FILE",
+                        help="JSON instead of the table; with FILE the table too, and FILE written after each model")
+    parser.add_argument("--resume", action="store_true", help="go on with FILE")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds for one model, where FILE is given")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.pairs = min(arguments.pairs, 3)
         arguments.sizes = arguments.sizes or [1, 16]
         arguments.ragged = [16]
     arguments.sizes = arguments.sizes or list(SIZES)
-    if min(arguments.sizes + arguments.ragged) < 1 or arguments.pairs < 3:
-        parser.error("sizes must be at least 1 and --pairs at least 3")
+    if min(arguments.sizes + arguments.ragged) < 1 or arguments.pairs < 3 or not arguments.limit > 0:
+        parser.error("sizes must be at least 1, --pairs at least 3, --limit more than 0")
+    to_file = arguments.json is not None and str(arguments.json) != "-"
+    if arguments.resume and not to_file:
+        parser.error("--resume goes on with the FILE of --json")
     models = zoo(small=arguments.quick)
-    if not arguments.json:
-        print(HEADER, flush=True)
-    results = {}
-    for name, build in chosen(models, arguments.models).items():
-        results[name] = examine(build, arguments)
-        if not arguments.json and "refused" in results[name]:
-            print(f"{name:28} refused: {results[name]['refused']}", flush=True)
+    names = parts_of(models, arguments.models)
+    if to_file:
+        show(sweep(names, arguments, earlier(arguments))["summary"])
+        return
+    printed = None if arguments.json else Printed()
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if name == CROSS_NETWORK:
+            results[name] = cross_network(models, arguments)
+            continue
+        say = partial(printed.shown, name) if printed else lambda result: None
+        results[name] = examine(models[name], arguments, say)
+        if printed:
+            printed.ended(name, results[name])
         torch._dynamo.reset()
-    report = summary(results, stated(arguments))
-    if arguments.models is None or any(n.startswith("own") for n in arguments.models):
-        report["cross_network"] = cross_network(models, arguments)
-    if arguments.json:
-        print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(),
-                          "runtime": "compiled" if arguments.compiled else "eager",
-                          "models": results, "summary": report}))
+    document = reported(results, arguments)
+    if printed:
+        show(document["summary"])
     else:
-        show(report)
-
-
-def show(report: dict[str, Any]) -> None:
-    def times(value: float | None) -> str:
-        return f"{value:.2f}x" if value is not None else "-"
-
-    print(f"\n{report['shared']} of {report['models']} models are shared unchanged")
-    print(f"N = {report['candidates']}, geometric means: tile {times(report['tile'])}, shared "
-          f"{times(report['request_included'])}, cached {times(report['request_cached'])}")
-    halved = report["flops_halved"]
-    print(f"FLOPs at half or less: {halved['models']} models, {times(halved['speed_up'])}")
-    if report["worst_slower_bound"]:
-        bound, name, candidates, column = report["worst_slower_bound"]
-        print(f"worst slow-down, upper bound: {100 * (bound - 1):+.0f} % ({name}, N = {candidates}, {column})")
-    print(f"largest difference: float64 {report['float64_difference']}, float32 over the output's scale "
-          f"{report['relative_difference']}")
-    if "cross_network" in report:
-        row = report["cross_network"]
-        print(f"DCNv2, N = {row['candidates']}: " + ", ".join(f"{n} {times(v)}" for n, v in row["speed_up"].items()))
+        print(json.dumps(document))
 
 
 if __name__ == "__main__":

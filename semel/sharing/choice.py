@@ -7,13 +7,17 @@ on rows of the example inputs, for a few numbers of candidates, and what was fas
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 SIZES = (1, 8, 64)
-_ROUNDS = 5
+SECONDS = 5.0
+"""For all rounds together. One round is run however long it takes."""
+ROUNDS = 5
+_LOST = 4
+"""A way that takes so many times the fastest one's seconds is not run again."""
 _MARGIN = 1.1
 """The original module is left only for a way that is faster by more than the noise of a few rounds."""
 
@@ -27,29 +31,47 @@ class Choice:
     seconds: Mapping[str, float]
 
 
-def timed(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Each way's median seconds over interleaved rounds; a way that fails is left out, one that is many times slower is
-    not run again."""
-    seconds: dict[str, list[float]] = {}
-    best = float("inf")
+def timed(ways: Mapping[str, Callable[[], object]], rivals: Sequence[Collection[str]] = (), seconds: float = SECONDS,
+          compiled: bool = False) -> dict[str, float]:
+    """Each way's median seconds over interleaved rounds, as many as fit into ``seconds``, at least one.
+
+    ``rivals``: which ways are compared with each other (by default all). A way that fails is left out; one that is many
+    times slower than a rival in each comparison is not run again. All are run once before the rounds; that run counts
+    as a round where it takes longer than the rounds may, unless it compiles.
+    """
+    rivals = rivals or [tuple(ways)]
+    found: dict[str, list[float]] = {}
+    begin = time.perf_counter()
+
+    def run(way: str) -> float:
+        start = time.perf_counter()
+        ways[way]()
+        return time.perf_counter() - start
+
+    def behind(way: str) -> bool:
+        best = {one: min(runs) for one, runs in found.items() if runs}
+        return way in best and all(lost({one: best[one] for one in group if one in best}, way)
+                                   for group in rivals if way in group)
+
     with torch.no_grad():
-        for way, run in ways.items():
+        for way in ways:
             try:
-                run()
+                first = run(way)
             except Exception:  # some models squeeze away a batch of one: that way is none here
                 continue
-            seconds[way] = []
-        for _ in range(_ROUNDS):
-            for way, run in ways.items():
-                if way not in seconds:
-                    continue
-                if seconds[way] and min(seconds[way]) > 4 * best:
-                    continue
-                start = time.perf_counter()
-                run()
-                seconds[way].append(time.perf_counter() - start)
-                best = min(best, seconds[way][-1])
-    return {way: sorted(runs)[len(runs) // 2] for way, runs in seconds.items()}
+            found[way] = [first] if first * len(ways) > seconds and not compiled else []
+        if compiled:
+            begin = time.perf_counter()
+        for _ in range(ROUNDS):
+            for way, runs in found.items():
+                if not (runs and (behind(way) or time.perf_counter() - begin > seconds)):
+                    runs.append(run(way))
+    return {way: sorted(runs)[len(runs) // 2] for way, runs in found.items()}
+
+
+def lost(seconds: Mapping[str, float], way: str) -> bool:
+    """Whether it is so much slower than the fastest that no more rounds are needed."""
+    return seconds[way] > _LOST * min(seconds.values())
 
 
 def fastest(seconds: Mapping[str, float], original: str) -> str:

@@ -56,6 +56,7 @@ class Emitter:
         self.candidates = candidates
         self.origin: fx.Node | None = None
         self.constants: dict[str, torch.Tensor] = {}
+        self._alike: dict[Any, list[str]] = {}  # names of constants, by what they are
         self._known: dict[Any, fx.Node] = {}
         self._made: list[tuple[fx.Node, Any]] = []
         self._uniform: dict[fx.Node, float | None] = {}
@@ -67,10 +68,13 @@ class Emitter:
 
     def constant(self, value: torch.Tensor) -> fx.Node:
         """A tensor that is part of the graph."""
-        for name, known in self.constants.items():
-            if known.dtype == value.dtype and known.shape == value.shape and torch.equal(known, value):
+        digest = hash(value.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        alike = self._alike.setdefault((value.dtype, value.shape, digest), [])
+        for name in alike:
+            if torch.equal(self.constants[name], value):
                 return self._known[name]
         name = f"constant_{len(self.constants)}"
+        alike.append(name)
         self.constants[name] = value
         node = self._known[name] = self.graph.get_attr(name)
         node.meta["stage"] = Stage.CONSTANT

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,11 @@ class Signature:
 
     def names(self, stage: Stage) -> list[str]:
         """The inputs that a request (or a candidate) brings."""
-        return [name for name, *_ in self._wanted[stage]]
+        return list(self._names[stage])
+
+    @cached_property
+    def _names(self) -> dict[Stage, list[str]]:
+        return {stage: [name for name, *_ in wanted] for stage, wanted in self._wanted.items()}
 
     @cached_property
     def _wanted(self) -> dict[Stage, list[tuple[str, tuple[int, ...], torch.dtype]]]:
@@ -73,24 +78,49 @@ class Signature:
                         if i.columns is not None or i.stage == stage] for stage in (Stage.REQUEST, Stage.CANDIDATE)}
 
     @cached_property
-    def _positional(self) -> bool:
-        """Whether ``forward`` takes nothing but tensors one after the other."""
+    def _groups(self) -> dict[Stage, list[tuple[str, list[str]]]]:
+        """By side: the names that a call's dict has, and the keys of the dicts below them ([]: a tensor)."""
+        found: dict[Stage, list[tuple[str, list[str]]]] = {}
+        for stage in self._wanted:
+            groups: list[tuple[str, list[str]]] = []
+            for name in self.names(stage):
+                top, _, key = name.partition(".")
+                if not key or not groups or groups[-1][0] != top:
+                    groups.append((top, []))
+                groups[-1][1].extend([key] if key else [])
+            found[stage] = groups
+        return found
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[Stage, int], list[tuple[tuple[int, ...], torch.dtype]]]:
+        """By side and number of rows, for those that were called: shape and dtype of each input."""
+        return {}
+
+    @cached_property
+    def _arguments(self) -> list[tuple[list[Any] | None, list[int]]] | None:
+        """Of each argument of ``forward``: its keys where it is a dict (None: a tensor), and which tensors it takes.
+        None where there are keywords, other values or deeper trees."""
         args, kwargs = pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
-        return not self.fixed and not kwargs and list(args) == list(range(self.spec.num_leaves))
+        flat = all(isinstance(a, int) or (type(a) is dict and all(isinstance(i, int) for i in a.values()))
+                   for a in args)
+        if self.fixed or kwargs or not flat:
+            return None
+        return [(None, [a]) if isinstance(a, int) else (list(a), list(a.values())) for a in args]
 
     def call(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of ``forward`` from its tensors in order."""
-        if self._positional:
-            return tuple(tensors), {}
+        if self._arguments is not None:
+            return tuple([tensors[at[0]] if keys is None else dict(zip(keys, [tensors[i] for i in at], strict=True))
+                          for keys, at in self._arguments]), {}
         rest = iter(tensors)
         leaves = [self.fixed[i] if i in self.fixed else next(rest) for i in range(self.spec.num_leaves)]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def collect(self, values: Mapping[str, Any], stage: Stage) -> tuple[dict[str, Tensor], int]:
         """The tensors of one side by name, and how many rows they have. SharingError for wrong names, kinds or rows."""
-        rows = self._rows(values, stage)
-        if rows >= 0:
-            return values, rows  # type: ignore[return-value]
+        found = None if torch.compiler.is_compiling() else self._at_once(values, stage)
+        if found is not None:
+            return found
         flat = flattened(values)
         wanted = self.names(stage)
         if list(flat) != wanted and set(flat) != set(wanted):
@@ -119,21 +149,41 @@ class Signature:
             count = len(tensor)
         return flat, max(count, 0)
 
-    def _rows(self, values: Any, stage: Stage) -> int:
-        """How many rows inputs have of which nothing is wrong; -1 where something is, or they have to be flattened."""
-        wanted = self._wanted[stage]
-        if type(values) is not dict or len(values) != len(wanted):
-            return -1
-        rows = -1
-        for name, shape, dtype in wanted:
-            tensor = values.get(name)
-            if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
-                return -1
-            size = tensor.shape
-            if not size or size[1:] != shape or (rows >= 0 and size[0] != rows):
-                return -1
-            rows = size[0]
-        return max(rows, 0)
+    def _at_once(self, values: Any, stage: Stage) -> tuple[dict[str, Tensor], int] | None:
+        """``collect`` of inputs of which nothing is wrong, in the order of ``names``: a call for all of them and none
+        for each, as a hundred checks take as long as a small model. None for any others."""
+        if type(values) is not dict:
+            return None
+        names = self._names[stage]
+        flat = values
+        if list(values) != names:
+            groups = self._groups[stage]
+            if len(values) != len(groups):
+                return None
+            tensors: list[Any] = []
+            for name, keys in groups:
+                value = values.get(name)
+                if keys:
+                    if type(value) is not dict or list(value) != keys:
+                        return None
+                    tensors += value.values()
+                else:
+                    tensors.append(value)
+            flat = dict(zip(names, tensors, strict=True))
+        if {*map(type, flat.values())} != {Tensor}:
+            return None
+        size = next(iter(flat.values())).shape
+        rows = size[0] if size else 0
+        expected = self._kinds.get((stage, rows))
+        if expected is None:
+            expected = [((rows, *shape), dtype) for _, shape, dtype in self._wanted[stage]]
+            if len(self._kinds) > 256:
+                self._kinds.clear()
+            self._kinds[stage, rows] = expected
+        return (flat, rows) if list(map(_kind, flat.values())) == expected else None
+
+
+_kind = attrgetter("shape", "dtype")
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import getitem, is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from semel.sharing.choice import SIZES, Choice, fastest, nearest, timed
+from semel.sharing.choice import ROUNDS, SECONDS, SIZES, Choice, fastest, lost, nearest, timed
 from semel.sharing.emission import Stage
 from semel.sharing.errors import SharingError
 from semel.sharing.export import ModelGraph, export
@@ -83,9 +85,9 @@ class SharedModel(Scoring, _Bank):
     def _bind(self) -> None:
         """Takes the model's parameters and buffers for its own."""
         persistent = set(self.original.state_dict(keep_vars=True))
-        self._bound: list[tuple[dict[str, Any], str, Tensor]] = []
-        for name, parameter in self.original.named_parameters(remove_duplicate=False):
-            self._bound.append((*_place(self, name, parameter, False), parameter))
+        bound = [(*_place(self, name, parameter, False), parameter)
+                 for name, parameter in self.original.named_parameters(remove_duplicate=False)]
+        self._bound = tuple(zip(*bound, strict=True)) or ((), (), ())  # who holds it, under which name; the parameter
         for name, buffer in self.original.named_buffers(remove_duplicate=False):
             _place(self, name, buffer, name in persistent)
 
@@ -107,7 +109,7 @@ class SharedModel(Scoring, _Bank):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the graphs behind, which are made again when needed."""
-        return {**self.__dict__, "_forms": {}, "_bound": [], "_compiled_original": []}
+        return {**self.__dict__, "_forms": {}, "_bound": ((), (), ()), "_compiled_original": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -175,28 +177,43 @@ class SharedModel(Scoring, _Bank):
             return SHARED  # one pass: a buffer that the model updates is updated once
         choices = self.choices.get((what, requests != 1), ())
         way = nearest(choices, candidates // max(requests, 1)).way if choices and candidates else ""
-        if not way or (way == ORIGINAL and any(held[name] is not tensor for held, name, tensor in self._bound)):
-            return super().way(requests, candidates, what)  # other parameters for a while (torch.func.functional_call)
+        if not way or (way == ORIGINAL and not self._own()):
+            return super().way(requests, candidates, what)
         return way
 
-    def choose(self, sizes: Sequence[int] = ()) -> None:
+    def _own(self) -> bool:
+        """Whether parameters are the model's: torch.func.functional_call puts others in their place for a while."""
+        holders, names, parameters = self._bound
+        return all(map(is_, map(getitem, holders, names), parameters))
+
+    def choose(self, sizes: Sequence[int] = (), seconds: float = SECONDS) -> None:
         """Times the ways on rows of the example inputs, for ``sizes`` of candidates a request (by default some up to
-        ``candidates``), and keeps the fastest."""
-        sizes = sizes or [*(size for size in SIZES if size < self.candidates), self.candidates]
+        ``candidates``), and keeps the fastest. The rounds take about ``seconds`` in all; where a single run of each way
+        takes longer, that long. A way that has clearly lost is not tried with more candidates if it would take long."""
+        sizes = sorted({*sizes} or {*(size for size in SIZES if size < self.candidates), self.candidates})
         self.choices = {}
         found: dict[tuple[str, bool], list[Choice]] = {}
-        for many in (False, True):
-            requests = _SEVERAL if many else 1
-            for size in sorted(set(sizes)):
-                if many and size * requests > max(sizes):
-                    continue
-                for what, ways in self._ways(requests, size).items():
-                    seconds = timed(ways)
-                    found.setdefault((what, many), []).append(Choice(size, fastest(seconds, ORIGINAL), seconds))
+        cases = [(many, size) for many in (False, True) for size in sizes
+                 if not many or size * _SEVERAL <= max(sizes)]
+        compiled = self._compile_options is not None
+        hopeless: dict[bool, float] = {}  # seconds a candidate of an original that has lost
+        for left, (many, size) in zip(range(len(cases), 0, -1), cases, strict=True):
+            share, rows = seconds / left, size * (_SEVERAL if many else 1)
+            ways, groups = self._ways(_SEVERAL if many else 1, size)
+            if hopeless.get(many, 0.0) * rows * ROUNDS > share:
+                ways.pop(ORIGINAL)
+            start = time.perf_counter()
+            took = timed(ways, [group.values() for group in groups.values()], share, compiled)
+            seconds = max(seconds - (time.perf_counter() - start), 0.0)
+            for what, group in groups.items():
+                mine = {way: took[name] for way, name in group.items() if name in took}
+                found.setdefault((what, many), []).append(Choice(size, fastest(mine, ORIGINAL), mine))
+            if ORIGINAL in took and all(lost(one[-1].seconds, ORIGINAL) for (_, m), one in found.items() if m == many):
+                hopeless[many] = took[ORIGINAL] / rows
         self.choices = {key: tuple(value) for key, value in found.items()}
 
-    def _ways(self, requests: int, size: int) -> dict[str, dict[str, Callable[[], Any]]]:
-        """The ways to compute a call, and to score a state, on drawn inputs."""
+    def _ways(self, requests: int, size: int) -> tuple[dict[str, Callable[[], Any]], dict[str, dict[str, str]]]:
+        """All ways on drawn inputs by name; and those to compute a call, and to score a state: way -> name."""
         request, candidate = self._drawn(requests, requests * size)
         offsets = torch.arange(requests + 1) * size
         with torch.no_grad():
@@ -212,8 +229,10 @@ class SharedModel(Scoring, _Bank):
         def score(way: str) -> Callable[[], Any]:
             return lambda: self._score(state, candidate, offsets, way)
 
-        return {"call": {ORIGINAL: original, **{way: call(way) for way in shared}},
-                "score": {ORIGINAL: original, **{way: score(way) for way in shared}}}
+        ways = {ORIGINAL: original, **{f"call {way}": call(way) for way in shared},
+                **{f"score {way}": score(way) for way in shared}}
+        groups = {what: {ORIGINAL: ORIGINAL, **{way: f"{what} {way}" for way in shared}} for what in ("call", "score")}
+        return ways, groups
 
     def _drawn(self, requests: int, candidates: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Rows of the example inputs, again and again."""
@@ -253,6 +272,9 @@ class SharedModel(Scoring, _Bank):
         """The model's inputs in order, one row a candidate."""
         first = next(iter(candidate.values()))
         count, device = len(first), first.device
+        if len(offsets) == 2 and count == 1 and not any(item.columns is not None for item in self.signature.inputs):
+            both = {**request, **candidate}
+            return [both[item.name] for item in self.signature.inputs]
         owner = None if len(offsets) == 2 else layout(offsets, device)[OWNER]
         tensors = []
         for item in self.signature.inputs:

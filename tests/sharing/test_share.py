@@ -250,3 +250,35 @@ def test_models_that_cannot_be_shared(model: nn.Module, says: str) -> None:
     with pytest.raises(SharingError, match=says) as error:
         share(model, (torch.ones(2, 3), torch.ones(2, 3)), ["user"])
     assert "\n" not in str(error.value)
+
+
+class Fields(nn.Module):
+    """A dict of fields, as rankers take them, and one tensor beside it."""
+
+    def forward(self, fields: dict[str, Tensor], bias: Tensor) -> Tensor:
+        return fields["user"].sum(1) + (fields["item"] * fields["user"]).sum(1) + bias
+
+
+@pytest.mark.parametrize("way", ["original", "shared"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_inputs_may_come_nested_by_path_or_in_another_order(way: str, count: int) -> None:
+    from semel.sharing.choice import Choice
+
+    model = Fields().eval()
+    example = ({"item": normal(2, 4), "user": normal(2, 4)}, normal(2))
+    shared = share(model, example, request_inputs=["fields.user"])
+    shared.choices = {(what, False): (Choice(4, way, {}),) for what in ("call", "score")}
+    user, item, bias = normal(1, 4), normal(count, 4), normal(count)
+    expected = model({"item": item, "user": user.expand(count, 4)}, bias)
+    for request in ({"fields": {"user": user}}, {"fields.user": user}):
+        for candidate in ({"fields": {"item": item}, "bias": bias}, {"bias": bias, "fields": {"item": item}},
+                          {"fields.item": item, "bias": bias}, {"bias": bias, "fields.item": item}):
+            assert torch.allclose(shared(request, candidate), expected, atol=1e-6)
+            assert torch.allclose(shared.score(shared.request(request), candidate), expected, atol=1e-6)
+    for wrong, word in ((user.half(), "dtype"), (user[:, :3], "shape"), (user.numpy(), "tensor"), (user[0], "shape")):
+        with pytest.raises(SharingError, match=word):
+            shared({"fields": {"user": wrong}}, {"fields": {"item": item}, "bias": bias})
+    with pytest.raises(SharingError, match="rows"):
+        shared({"fields": {"user": user}}, {"fields": {"item": item}, "bias": normal(count + 1)})
+    with pytest.raises(SharingError, match="lack fields"):
+        shared({"fields": {}}, {"fields": {"item": item}, "bias": bias})
