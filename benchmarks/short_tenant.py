@@ -6,7 +6,8 @@ Two stores of the same users: one with their whole histories, one with the last 
 the head reads those from either. One in the middle (as of a random event) reads as many from the first store, and must
 find them by time. Bytes are those of the packed blocks that a read touches, each pointer alone, all that it takes to
 find the place included (the time index, the block of times that is searched); what is told by the user's record in
-memory costs nothing. The length is no multiple of a block's 128, where histories would end as blocks do. Sequences/s: the contestants take turns, medians.
+memory costs nothing. The length is no multiple of a block's 128, where histories would end as blocks do. Sequences/s:
+the contestants take turns, medians.
 """
 
 from __future__ import annotations
