@@ -17,6 +17,17 @@ from typing import Any
 from semel.history.errors import CorruptFile
 
 
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """An error of the disk (full, over a quota) says which file it is about; calls on an open one do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def sync(handle: int) -> None:
     """Force a file's bytes to the disk. macOS's fsync stops at the drive's cache, F_FULLFSYNC does not."""
     if hasattr(fcntl, "F_FULLFSYNC"):
@@ -45,7 +56,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """Swap ``path`` for ``content``: a reader sees the old or the new file, a crash leaves one of them."""
     temporary = path.with_name(f"{path.name}.new")
     try:
-        with open(temporary, "wb") as file:
+        with naming(path), open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             sync(file.fileno())

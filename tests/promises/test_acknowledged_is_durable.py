@@ -243,6 +243,35 @@ print(store.append(table(1, 5)))
         assert check(store, {0: 1, 1: 2}) == [0, 1]
 
 
+def test_a_full_disk_compacts_nothing(tmp_path: Path) -> None:
+    """The error names the file, and tries that fail leave nothing behind, however many there are."""
+    code = """
+import resource, signal, sys, pyarrow as pa
+from pathlib import Path
+from semel.history import EventSchema, HistoryStore
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+store = HistoryStore.create(path, EventSchema({"item_id": pa.int64(), "text": pa.string()}), shards=2)
+store.append(pa.table({"user_id": [u % 5 for u in range(5000)], "event_time": range(5000),
+                       "item_id": [i * i * i * 7919 for i in range(5000)], "text": ["t"] * 5000}))
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for change in (store.compact, lambda: store.compact(memory_limit="256KiB"),
+               lambda: store.add_column("more", pa.int64(), lambda table: table["item_id"])):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, hard))
+    try:
+        change()
+    except OSError as error:
+        print(".building" in str(error), store.generation, list(store.schema.columns),
+              sorted(file.name for file in path.glob("*/*")))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+print(store.compact(), store.verify()["files"])
+"""
+    out = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True, timeout=90)
+    failed = "True 0 ['item_id', 'text'] ['00000001.log', '00000002.log']\n"
+    lines = out.stdout.splitlines(keepends=True)
+    assert lines[:-1] == [failed] * 3 and lines[-1].startswith("1 "), out.stdout + out.stderr
+
+
 def test_a_read_only_folder_can_be_read(tmp_path: Path) -> None:
     expected = make_store(tmp_path / "store")
     folders = [tmp_path / "store", *(f for f in (tmp_path / "store").rglob("*") if f.is_dir())]

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from semel.history.arrays import bits, frozen
 from semel.history.compaction.distinct import Distinct
+from semel.history.durable import naming
 from semel.history.errors import StoreError
 from semel.history.generation.array_files import split_strings
 from semel.history.generation.generation import NO_VALIDITY, Shard, piece_rows
@@ -40,6 +41,7 @@ class Spill:
     """A file without a name in ``folder``: it is gone with the process, however that ends. Any number of threads."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._file: IO[Any] = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         self._lock = threading.Lock()
         self.size = 0
@@ -50,8 +52,9 @@ class Spill:
         with self._lock:
             start, self.size = self.size, self.size + len(data)
         done = 0
-        while done < len(data):
-            done += os.pwrite(self._file.fileno(), data[done:], start + done)
+        with naming(self._folder):
+            while done < len(data):
+                done += os.pwrite(self._file.fileno(), data[done:], start + done)
         return start
 
     def read(self, out: np.ndarray, start: int) -> None:

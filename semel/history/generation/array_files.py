@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
+from semel.history.durable import naming
 from semel.history.errors import CorruptFile, GenerationGone, StoreError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], rows: int, dtype: np.
     checksums: list[int] = []
     sizes: list[int] = []
     count = 0
-    with open(path, "xb") as file:
+    with naming(path), open(path, "xb") as file:
         file.write(bytes(HEADER_BYTES))
         for block in _blocks(pieces):
             stored = block

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from semel.history.durable import sync, sync_folder
+from semel.history.durable import naming, sync, sync_folder
 from semel.history.errors import CorruptFile, StoreError, StoreLocked
 
 MAGIC = b"SEMELLOG"
@@ -74,8 +74,9 @@ class SegmentWriter:
         self._broken = True  # until the record is known to be there, or to be gone
         try:
             written = 0
-            while written < len(record):
-                written += os.pwrite(self._handle, memoryview(record)[written:], self.size + written)
+            with naming(self.path):
+                while written < len(record):
+                    written += os.pwrite(self._handle, memoryview(record)[written:], self.size + written)
         except OSError:
             os.ftruncate(self._handle, self.size)
             self._broken = False

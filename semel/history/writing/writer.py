@@ -15,6 +15,7 @@ from semel.history.errors import GenerationGone, Overtaken, PositionMoved, Store
 from semel.history.generation.generation import Generation
 from semel.history.log.positions import Tokens, step_of
 from semel.history.log.records import AppendedRows, describe, versions_of
+from semel.history.log.segments import SEGMENT_HEADER
 from semel.history.schema import check_events
 from semel.history.storage.interface import Owner
 from semel.history.storage.leases import Lease
@@ -252,9 +253,11 @@ class Writer:
         self._failed = ""
 
     def seal(self) -> None:
-        """Seal the active segment and go on in a new one."""
+        """Seal the active segment, unless nothing is in it (a compaction that failed has done so), and go on in a new
+        one."""
         with self.follower.moving, self.writing("sealing a segment"):
-            self._roll()
+            if self._segment.size > SEGMENT_HEADER:
+                self._roll()
 
     def _roll(self) -> None:
         if not self.follower.storage.segmented:

@@ -1,0 +1,25 @@
+"""What a short tenant reads does not depend on how long the histories are that the store keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(110)
+def test_a_short_tenant_reads_no_more_of_a_long_store() -> None:
+    out = subprocess.run([sys.executable, "-m", "benchmarks.short_tenant", "--users", "48", "--length", "3000",
+                          "--pointers", "2000", "--seconds", "0.1", "--json"], cwd=ROOT, capture_output=True, text=True,
+                         timeout=100)
+    assert out.returncode == 0, out.stderr
+    result = json.loads(out.stdout)
+    base, head, middle = result["cases"].values()
+    assert base["bytes_relative"] == 1 and base["bytes"] > 0
+    assert head["bytes_relative"] <= 1.1
+    assert head["bytes_relative"] < middle["bytes_relative"] <= result["middle_limit"]
