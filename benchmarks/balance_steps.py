@@ -10,8 +10,9 @@ computed ``repeats`` times, in a new random order each time so that slow seconds
 least (a disturbance only ever adds). Idle is 1 - mean / max of the ranks' times, as in a step. A ``CostModel`` is
 fitted to unbalanced steps of *other* batches first; partitions see only what it predicts, and in the row "±10 %" that
 times up to 10 % more or less, drawn for each request; both under a cap of tokens that binds. ``one share, every time``
-is the control: all ranks compute the same requests, in between the others and timed like them: what it shows is noise. ``spread``: the standard deviation of the ranks' times over their mean;
-where an assignment's is no larger than the control's, this machine cannot tell it from one without any idle.
+is the control: all ranks compute the same requests, in between the others and timed like them: what it shows is noise.
+``spread``: the standard deviation of the ranks' times over their mean; where an assignment's is no larger than the
+control's, this machine cannot tell it from one without any idle.
 
 ``processes``: real gloo processes. A balanced step gathers the lengths of all ranks, partitions, exchanges the
 histories (all-to-all of their item ids; nothing of this is hidden here) and computes; an unbalanced one computes; both
