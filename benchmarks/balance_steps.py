@@ -11,6 +11,8 @@ least (a disturbance only ever adds). Idle is 1 - mean / max of the ranks' times
 fitted to unbalanced steps of *other* batches first; partitions see only what it predicts, and in the row "±10 %" that
 times up to 10 % more or less, drawn for each request; both under a cap of tokens that binds. ``one share, every time``
 is the control: all ranks compute the same requests, in between the others and timed like them: what it shows is noise.
+``spread``: the standard deviation of the ranks' times over their mean; where an assignment's is no larger than the
+control's, this machine cannot tell it from one without any idle.
 
 ``processes``: real gloo processes. A balanced step gathers the lengths of all ranks, partitions, exchanges the
 histories (all-to-all of their item ids; nothing of this is hidden here) and computes; an unbalanced one computes; both
@@ -242,11 +244,11 @@ def show(result: dict[str, Any]) -> None:
         print(f"\nmeasured steps: {one['ranks']} ranks x {one['requests']} requests, each share alone, the least of "
               f"{one['repeats']} times")
         print(f"  {one['model']}")
-        print(f"  {'partition':24}{'tokens':>9}{'cost':>10}{'time':>9}{'(timed once)':>16}{'slowest':>13}")
+        print(f"  {'partition':24}{'tokens':>9}{'cost':>10}{'time':>9}{'(timed once)':>16}{'spread':>9}{'slowest':>13}")
         for row in one["rows"]:
             once = f"{100 * row['idle_once_low']:.1f}-{100 * row['idle_once_high']:.1f}"
             print(f"  {row['partition']:24}{100 * row['idle_tokens']:8.2f}%{100 * row['idle_cost']:9.3f}%"
-                  f"{100 * row['idle_time']:8.2f}%{once:>16}{row['slowest_ms']:10.1f} ms")
+                  f"{100 * row['idle_time']:8.2f}%{once:>16}{100 * row['spread']:8.2f}%{row['slowest_ms']:10.1f} ms")
     if "processes" in result:
         print("\ngloo processes, wall clock a step, in turns")
         for row in result["processes"]:
