@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import subprocess
 import sys
@@ -265,7 +266,10 @@ def test_torchrec_and_semel_get_theirs(tmp_path):
     document = json.loads((tmp_path / "torchrec.json").read_text())
     assert document["topology"]["world_size"] == 8 and document["batch_size"] == 64
     assert document["constraints"]["items"]["sharding_types"][0] == "row_wise"
-    emit(plan, "semel", tmp_path)
+    for system in ("torchrec", "semel"):  # every rank has its place, also those that share a table
+        emit(plan, system, tmp_path)
+        mesh = json.loads((tmp_path / "device_mesh.json").read_text())
+        assert math.prod(axis["ranks"] for axis in mesh["axes_innermost_first"]) == 8 and mesh["in_order"]
     from semel import recipes
     from semel.training import override, read_overrides
 

@@ -40,4 +40,4 @@ def files(plan: Plan) -> dict[str, str]:
               f"torchrun --nnodes {devices // host} --nproc-per-node {host} ${{RENDEZVOUS:-}} -m semel.cli.train "
               "--config "
               "plan.toml \"$@\"\n")
-    return {"plan.toml": toml, "run.sh": launch, "device_mesh.json": mesh_file(plan, ("fsdp", "dp"))}
+    return {"plan.toml": toml, "run.sh": launch, "device_mesh.json": mesh_file(plan, ("table", "fsdp", "dp"))}

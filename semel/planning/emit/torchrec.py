@@ -13,7 +13,7 @@ from semel.planning.emit.mesh import mesh_file
 if TYPE_CHECKING:
     from semel.planning.plan import Plan
 
-NUMBERED = ("fsdp", "dp")
+NUMBERED = ("table", "fsdp", "dp")
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
