@@ -89,6 +89,9 @@ def test_a_memory_is_followed_fenced_and_restored(server):
         assert contents(reader.memory) == contents(memory)
         states.append(contents(memory))
     assert contents(memory_at(url, 1, 6)) == states[5]
+    publisher.publish_model(b"{}", bytes(3 << 20))
+    reader.poll()
+    assert reader.model().weights == bytes(3 << 20)
     newer = DeltaPublisher(memory, url)
     with pytest.raises(Fenced):
         publisher.flush()
