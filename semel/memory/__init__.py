@@ -12,12 +12,12 @@ _HOME = {
     "CorruptDelta": "delta",
     "DeltaPublisher": "publisher", "Fenced": "publisher",
     "DeltaGap": "subscriber", "DeltaSubscriber": "subscriber", "MemoryHistory": "subscriber",
-    "Position": "subscriber", "memory_at": "subscriber",
+    "Model": "subscriber", "Position": "subscriber", "memory_at": "subscriber",
 }
 
 __all__ = ["Changes", "CorruptDelta", "DeltaGap", "DeltaPublisher", "DeltaSubscriber", "Fenced", "FoldedMemory",
-           "ItemMemory", "MemoryHistory", "MemoryLayer", "Position", "QuantizedMemory", "Rows", "ShardedMemory",
-           "memory_at", "pool"]
+           "ItemMemory", "MemoryHistory", "MemoryLayer", "Model", "Position", "QuantizedMemory", "Rows",
+           "ShardedMemory", "memory_at", "pool"]
 
 if TYPE_CHECKING:
     from semel.memory.delta import CorruptDelta
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from semel.memory.publisher import DeltaPublisher, Fenced
     from semel.memory.quantized import QuantizedMemory
     from semel.memory.sharded import ShardedMemory
-    from semel.memory.subscriber import DeltaGap, DeltaSubscriber, MemoryHistory, Position, memory_at
+    from semel.memory.subscriber import DeltaGap, DeltaSubscriber, MemoryHistory, Model, Position, memory_at
     from semel.memory.table import Changes, ItemMemory, Rows
 
 

@@ -7,7 +7,8 @@
     24  payload   safetensors: ``key``, ``step``, ``written``, ``tower`` [N] int64 and ``vector`` [N, dim] float32 of
                   rows that were written, ``gone`` [M] int64 of keys that left; metadata: the fields of ``Place``
 
-All little-endian. A record is read whole or refused.
+A record of kind "model" (dense weights, a version of them) holds ``description`` (JSON) and ``weights`` (safetensors)
+instead, both uint8 [bytes]. All little-endian. A record is read whole or refused.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class CorruptDelta(ValueError):
 @dataclass(frozen=True)
 class Place:
     """Where a record belongs. ``kind``: a delta is what changed since ``sequence - 1``, a snapshot all rows after
-    ``sequence``. ``step``: of training; ``published``: microseconds since 1970, by the publisher's clock."""
+    ``sequence``, a model the dense weights that go with them. ``step``: of training; ``published``: microseconds since
+    1970, by the publisher's clock."""
 
-    kind: Literal["delta", "snapshot"]
+    kind: Literal["delta", "snapshot", "model"]
     epoch: int
     shard: int
     sequence: int
@@ -50,16 +52,47 @@ class Place:
 
 
 def encode(place: Place, changes: Changes) -> bytes:
-    from safetensors.torch import save
-
     rows = changes.rows
     tensors = {name: getattr(rows, column).contiguous() for name, column in _COLUMNS.items()}
-    payload = save({**tensors, "gone": changes.gone}, {name: str(value) for name, value in asdict(place).items()})
+    return _record(place, {**tensors, "gone": changes.gone})
+
+
+def encode_model(place: Place, description: bytes, weights: bytes) -> bytes:
+    """``description`` says what the ``weights`` are of; both are the caller's."""
+    return _record(place, {name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                           if content else torch.empty(0, dtype=torch.uint8)
+                           for name, content in (("description", description), ("weights", weights))})
+
+
+def _record(place: Place, tensors: dict[str, torch.Tensor]) -> bytes:
+    from safetensors.torch import save
+
+    payload = save(tensors, {name: str(value) for name, value in asdict(place).items()})
     return _HEADER.pack(_MAGIC, FORMAT_VERSION, zlib.crc32(payload), len(payload)) + payload
 
 
 def decode(content: bytes, name: str) -> tuple[Place, Changes]:
     """The record in ``content``, which was found as ``name``. Raises CorruptDelta naming it."""
+    place, tensors = _tensors(content, name)
+    try:
+        changes = Changes(Rows(**{column: tensors[key] for key, column in _COLUMNS.items()}), tensors["gone"])
+    except KeyError as error:
+        raise CorruptDelta(f"{name}: not in the layout of a record ({error})") from None
+    _check(changes, name)
+    return place, changes
+
+
+def decode_model(content: bytes, name: str) -> tuple[Place, bytes, bytes]:
+    """The record of kind "model" in ``content``: its place, description and weights. Raises CorruptDelta."""
+    place, tensors = _tensors(content, name)
+    try:
+        description, weights = (tensors[key].numpy().tobytes() for key in ("description", "weights"))
+    except KeyError as error:
+        raise CorruptDelta(f"{name}: not in the layout of a record of weights ({error})") from None
+    return place, description, weights
+
+
+def _tensors(content: bytes, name: str) -> tuple[Place, dict[str, torch.Tensor]]:
     import json
 
     from safetensors import SafetensorError
@@ -81,14 +114,11 @@ def decode(content: bytes, name: str) -> tuple[Place, Changes]:
         fields = json.loads(payload[8:8 + size])["__metadata__"]
         place = Place(kind=fields["kind"], **{key: int(fields[key]) for key in asdict(Place("delta", 0, 0, 0))
                                               if key != "kind"})
-        rows = Rows(**{column: tensors[key] for key, column in _COLUMNS.items()})
-        changes = Changes(rows, tensors["gone"])
     except (SafetensorError, KeyError, ValueError) as error:
         raise CorruptDelta(f"{name}: not in the layout of a record ({error})") from None
     if place.name != name:
         raise CorruptDelta(f"{name}: holds the record {place.name}")
-    _check(changes, name)
-    return place, changes
+    return place, tensors
 
 
 def _check(changes: Changes, name: str) -> None:

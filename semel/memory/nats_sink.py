@@ -72,7 +72,7 @@ class NatsSink:
             try:
                 return asyncio.run_coroutine_threadsafe(self._connected(call), self._loop).result()
             except (Error, OSError, TimeoutError) as error:
-                raise OSError(f"{self.url}: {error or type(error).__name__}") from error
+                raise OSError(f"{self.url}: {str(error) or f'no answer within {TIMEOUT_S:g} s'}") from error
 
     async def _connected(self, call: Coroutine[Any, Any, T]) -> T:
         import nats

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from semel.memory.delta import FORMAT_VERSION, Place, encode
+from semel.memory.delta import FORMAT_VERSION, Place, encode, encode_model
 from semel.memory.sink import Sink, open_sink
 from semel.memory.table import Changes, ItemMemory, Rows
 
@@ -57,6 +58,7 @@ class DeltaPublisher:
         self.sequence = 0
         self.error: Exception | None = None
         self._waiting = Changes(_no_rows(memory.dim), torch.empty(0, dtype=torch.int64))
+        self._model: tuple[bytes, bytes] | None = None  # weights that no record holds yet
         self._unsent: list[tuple[str, bytes]] = []  # records whose fate is unknown: they go first, as they are
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -103,18 +105,33 @@ class DeltaPublisher:
                     snapshot = self.memory.rows()
             self._resend()
             waiting = self._waiting
-            if not len(waiting.rows) and not len(waiting.gone) and self.shards == 1:
+            if not len(waiting.rows) and not len(waiting.gone) and self.shards == 1 and self._model is None:
                 return self.sequence
             step = _latest(waiting.rows) if step is None else step
             place = Place("delta", self.epoch, self.shard, self.sequence + 1, step, _now())
             self.sequence += 1
             self._waiting = Changes(_no_rows(self.memory.dim), _none())
             self._send(place, waiting)
+            if self._model is not None:
+                place = Place("model", self.epoch, 0, self.sequence, step, _now())
+                self._unsent.append((place.name, encode_model(place, *self._model)))
+                self._model = None
+                self._resend()
             if snapshot is not None:
                 self._send(Place("snapshot", self.epoch, self.shard, self.sequence, step, _now()),
                            Changes(snapshot, _none()))
                 self._truncate()
             return self.sequence
+
+    def publish_model(self, description: bytes, weights: bytes) -> int:
+        """Publishes what has changed and, behind it, dense weights (``semel.memory.delta``), which readers take when
+        they have the rows; returns the sequence number of both. Weights that cannot be sent go with the next flush, if
+        no newer ones come before. Of a memory in shards shard 0 alone is given them, and the next flush takes them."""
+        if self.shard:
+            raise ValueError(f"shard {self.shard} of {self.shards} publishes rows only; shard 0 publishes the weights")
+        with self._lock:
+            self._model = description, weights
+        return self.flush() if self.shards == 1 else self.sequence + 1
 
     def _send(self, place: Place, changes: Changes) -> None:
         self._unsent.append((place.name, encode(place, changes)))
@@ -133,7 +150,8 @@ class DeltaPublisher:
 
     def _truncate(self) -> None:
         """Removes records below the oldest snapshot that is kept: its own shard's, and whole epochs before it."""
-        found = sorted(place for place in map(place_of, self.sink.names()) if place is not None)
+        names = self.sink.names()
+        found = sorted(place for place in map(place_of, names) if place is not None)
         snapshots = [(epoch, sequence) for epoch, shard, kind, sequence in found
                      if kind == "snapshot" and (shard == self.shard or epoch < self.epoch)]
         if not snapshots:  # a listing that is late: cut at the next one
@@ -145,6 +163,8 @@ class DeltaPublisher:
             if mine and below:
                 self.sink.remove(Place(kind, epoch, shard, sequence).name)  # type: ignore[arg-type]
         if self.shard == 0:
+            for _, _, name in models(names)[:-1]:
+                self.sink.remove(name)
             for epoch in epochs(self.sink):
                 if epoch < oldest[0]:
                     self.sink.remove(f"{epoch:08d}/epoch.json")
@@ -198,6 +218,12 @@ class DeltaPublisher:
 def epochs(sink: Sink) -> list[int]:
     """That have begun."""
     return [int(name[:8]) for name in sink.names() if name[8:] == "/epoch.json" and name[:8].isdigit()]
+
+
+def models(names: list[str]) -> list[tuple[int, int, str]]:
+    """Epoch, sequence and name of the records of weights among ``names``, in order."""
+    found = (re.fullmatch(r"(\d{8})/model-0000-(\d{12})", name) for name in names)
+    return sorted((int(match[1]), int(match[2]), match[0]) for match in found if match is not None)
 
 
 def place_of(name: str) -> tuple[int, int, str, int] | None:

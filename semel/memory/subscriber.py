@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from semel.memory.delta import FORMAT_VERSION, CorruptDelta, decode
-from semel.memory.publisher import place_of
+from semel.memory.delta import FORMAT_VERSION, CorruptDelta, decode, decode_model
+from semel.memory.publisher import models, place_of
 from semel.memory.sink import Sink, open_sink
 from semel.memory.table import Changes, ItemMemory
 
@@ -36,6 +36,16 @@ class Position:
     epoch: int
     sequence: int
     shards: int = field(default=1, compare=False)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Dense weights out of a log, where they lay in it; what ``description`` and ``weights`` are, their publisher
+    knows."""
+
+    position: Position
+    description: bytes
+    weights: bytes
 
 
 class _Vanished(DeltaGap):
@@ -69,6 +79,7 @@ class DeltaSubscriber:
         self.error: Exception | None = None
         self.on_new: Callable[[ItemMemory, Sequence[Changes] | None], None] | None = None
         self._tables: list[_Table] = []
+        self._model: tuple[Position, str] | None = None
         self._between: list[tuple[Position, list[Changes]]] = []  # what the spare table lacks
         self._applied = 0
         self._lock = threading.Lock()
@@ -138,12 +149,27 @@ class DeltaSubscriber:
             before = self._applied
             for again in (True, True, False):  # a log that is cut while it is read lies further on when listed anew
                 try:
-                    self._follow(_Log(self.sink))
+                    log = _Log(self.sink)
+                    self._follow(log)
+                    self._model = log.model(self.position)
                     break
                 except _Vanished:
                     if not again:
                         raise
             return self._applied - before
+
+    @property
+    def model_position(self) -> Position | None:
+        """Where the latest weights lie whose rows are here, None where none were published."""
+        return self._model[0] if self._model is not None else None
+
+    def model(self) -> Model | None:
+        """The weights at ``model_position``. Raises CorruptDelta for a damaged record, OSError where the sink does not
+        answer or has newer ones by now (``poll``)."""
+        if self._model is None:
+            return None
+        position, name = self._model
+        return Model(position, *decode_model(self.sink.read(name), name)[1:])
 
     def _follow(self, log: _Log) -> None:
         epoch = log.newest()
@@ -235,6 +261,7 @@ class _Log:
             if place is not None:
                 epoch, shard, kind, sequence = place
                 self.records[epoch, kind][sequence].add(shard)
+        self.models = models(names)
         self.epochs = sorted(int(name[:8]) for name in names if name[8:] == "/epoch.json" and name[:8].isdigit())
         self._described: dict[int, dict[str, int]] = {}
 
@@ -258,6 +285,12 @@ class _Log:
             if self.snapshots(epoch):
                 return epoch
         return None
+
+    def model(self, position: Position | None) -> tuple[Position, str] | None:
+        """The latest weights at or before ``position``, and the name of their record."""
+        found = [(Position(epoch, sequence), name) for epoch, sequence, name in self.models
+                 if position is not None and (epoch, sequence) <= (position.epoch, position.sequence)]
+        return found[-1] if found else None
 
     def snapshots(self, epoch: int) -> list[int]:
         """Sequence numbers of snapshots that all shards have, newest first."""

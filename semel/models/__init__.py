@@ -6,6 +6,8 @@ from semel.models.artifact import (
     ModelArtifact,
     ModelVersion,
     current_version,
+    exported,
+    install,
     load_model,
     make_model,
     model_versions,
@@ -38,7 +40,6 @@ __all__ = [
     "DHEN", "DLRM", "HSTU", "RDCN", "Cost", "DCNv2", "DeepCrossAttention", "EarlyRanker", "EncoderConfig", "FinalMLP",
     "IsolatedDHEN", "IsolatedFinalMLP", "IsolatedWukong", "Model", "ModelArtifact", "ModelConfig", "ModelVersion",
     "NextItem", "RDCNLayer", "RankingHead", "Scale", "SequenceDCNv2", "SequenceRanker", "Sides", "TopK", "Transformer",
-    "Vocabulary",
-    "Wukong", "cost_of", "current_version", "load_model", "make_model", "model_versions", "ranking_loss",
-    "restore_version", "save_model", "top_k", "widen_candidate", "widen_request",
+    "Vocabulary", "Wukong", "cost_of", "current_version", "exported", "install", "load_model", "make_model",
+    "model_versions", "ranking_loss", "restore_version", "save_model", "top_k", "widen_candidate", "widen_request",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,8 +108,16 @@ def save_model(run: str | Path, model: Model, config: ModelConfig, features: Fea
     described["number"] = max((one.number for one in before), default=0) + 1
     described["saved_at"] = time.time_ns() // 1000
     content = json.dumps(described, indent=1).encode()
-    _write(run / described["weights"], data)
-    _write(run / f"model-{digest}.json", content)
+    _install(run, described, content, data, keep)
+    return described["version"]
+
+
+def _install(run: Path, described: dict[str, Any], content: bytes, weights: bytes, keep: int) -> None:
+    """As the latest version of ``run``, of which the last ``keep`` stay."""
+    path = run / described["weights"]
+    before = model_versions(run)
+    _write(path, weights)
+    _write(path.with_suffix(".json"), content)
     _write(run / "model.json", content)
     others = [one.version for one in before[::-1] if one.version != described["version"]]
     stay = {described["version"], *others[: keep - 1]}
@@ -116,7 +125,31 @@ def save_model(run: str | Path, model: Model, config: ModelConfig, features: Fea
         if old.version not in stay:
             old.path.unlink(missing_ok=True)
             old.path.with_suffix(".safetensors").unlink(missing_ok=True)
-    return described["version"]
+
+
+def exported(run: str | Path, version: str) -> tuple[bytes, bytes]:
+    """A version that ``run`` keeps, to be installed elsewhere: its description (JSON) and its weights (safetensors).
+    Raises what ``load_model`` raises."""
+    run = Path(run)
+    described = _described(run, version)
+    return json.dumps(described, indent=1).encode(), (run / described["weights"]).read_bytes()
+
+
+def install(run: str | Path, description: bytes, weights: bytes, keep: int = KEEP) -> str:
+    """What ``exported`` gave, into the folder ``run`` as its latest version; where ``run`` keeps it already nothing
+    changes. Returns the version. Raises ValueError for what was not exported."""
+    run = Path(run)
+    try:
+        described = json.loads(description)
+        version, name = str(described["version"]), str(described["weights"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"no description of a model version: {error}") from None
+    if not re.fullmatch(r"model-[0-9a-f]+\.safetensors", name):
+        raise ValueError(f"a model version keeps its weights in model-DIGEST.safetensors, this one in {name!r}")
+    if all(one.version != version for one in model_versions(run)):
+        run.mkdir(parents=True, exist_ok=True)
+        _install(run, described, description, weights, keep)
+    return version
 
 
 def model_versions(run: str | Path) -> list[ModelVersion]:
@@ -213,7 +246,7 @@ def _kept_apart(model: Any) -> tuple[str, ...]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".part")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # workers may install the same version at once
     with open(temporary, "wb") as file:
         file.write(data)
         file.flush()

@@ -78,7 +78,7 @@ class Folding:
             versions = np.zeros_like(versions)
         table = self._table(memory)
         with table.lock:
-            table.see(int(versions.max(initial=0)))
+            table.see(max(versions.tolist(), default=0))
             vectors = table.folded.read(ids)
             other = table.others(items, ids.numpy(), as_of, versions, lengths)
         if other is not None and other.any():
@@ -136,7 +136,7 @@ class _Table:
         """The raw ids of items, where they are not their stable ids."""
         from semel.features import stable_id
 
-        self._raw: tuple[np.ndarray, np.ndarray] | None = None
+        self._raw: tuple[Any, Any] | None = None
         if self._catalogue is not None and self._catalogue.schema.string_keys:
             keys = np.append(np.asarray(self._catalogue.keys(), object), _NOBODY)
             ids = stable_id(keys)
@@ -194,7 +194,7 @@ class _Table:
             times = np.full(len(items), -_EVER)
             times[rows.lengths > 0] = rows.columns["event_time"]
             ahead = times >= time.time_ns() // 1000
-            self.newest = max(self.newest, int(times[~ahead].max(initial=-_EVER)))
+            self.newest = max([self.newest, *times[~ahead].tolist()])
             if ahead.any():
                 self.ahead = np.union1d(self.ahead, ids.numpy()[ahead])
         return self._artifact.model.item_fields(candidate)[1]  # type: ignore[operator]

@@ -33,6 +33,20 @@ def subscribe(artifact: Any, url: str | Path) -> DeltaSubscriber | None:
     return rows.start(POLL_S)
 
 
+def first_model(url: str | Path, run: Path) -> None:
+    """Into ``run``, which has no model, the weights that the log at ``url`` has, if any. Raises ValueError for a log
+    that cannot be read."""
+    from semel.memory import CorruptDelta, DeltaGap, DeltaSubscriber
+    from semel.serving.versions import take
+
+    rows = DeltaSubscriber(url)
+    try:
+        rows.poll()
+        take(rows, run)
+    except (CorruptDelta, DeltaGap) as error:
+        raise ValueError(f"the weights at {url} cannot be read: {error}") from None
+
+
 def check_width(artifact: Any, rows: DeltaSubscriber) -> None:
     """Raises ValueError where rows of another width than the model's are published."""
     from semel.models.early_ranker import memory_layer

@@ -119,17 +119,21 @@ class Predictor:
         appends before each request. ``exposures``: what they are appended to, in place of the log beside the store.
         ``retrieve``, ``prerank``: runs whose models do these stages. Weights that training saves into a run later are
         swapped in within a second (``versions``), and so are item rows that it publishes to ``memory`` (by default the
-        run's own folder of that name). Raises FileNotFoundError for a missing run or store, ValueError where the store
+        run's own folder of that name). Where that log has weights too, they are put into ``run``, which may be a folder
+        that is not there yet. Raises FileNotFoundError for a missing run or store, ValueError where the store
         lacks a history column that the model reads, StoreLocked where ``"a"`` meets another writer.
         """
         run = Path(run)
-        if not run.exists():
-            raise FileNotFoundError(f"no run at {run}; train one with `semel train`")
         from semel.examples.logs import ExposureLog
         from semel.history import HistoryStore
         from semel.models import load_model
-        from semel.serving.item_rows import subscribe
+        from semel.serving.item_rows import first_model, subscribe
         from semel.serving.versions import VersionWatch
+
+        if memory is not None and not (run / "model.json").exists():
+            first_model(memory, run)
+        if not run.exists():
+            raise FileNotFoundError(f"no run at {run}; train one with `semel train`")
 
         owned = isinstance(store, (str, Path))
         if isinstance(store, (str, Path)) and not Path(store).exists():

@@ -1,5 +1,7 @@
 """New weights under a running predictor: a watcher that swaps them in when a run's folder has a new version.
 
+Where weights travel in the log of the item memory, that folder is where they are put when they come.
+
 A request is scored by one version from its first read to its answer, and its exposure names it; requests that came
 before a swap end with the version they began with, and none waits.
 """
@@ -13,11 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from semel.memory import DeltaSubscriber, Position
     from semel.models import ModelArtifact
     from semel.serving.predictor import Predictor
 
 log = logging.getLogger("semel.serving")
 POLL_S = 0.5
+KEEP = 10
+"""Versions out of a log that a run's folder keeps."""
+
+
+def take(rows: DeltaSubscriber, run: str | Path) -> str | None:
+    """Puts the weights that the log of ``rows`` has, behind the rows that are here, into the folder ``run`` as its
+    latest version, if it does not keep them already; returns their version, None where the log has none. Raises
+    CorruptDelta or ValueError for a damaged record, OSError where the log or the folder does not answer."""
+    from semel.models import install
+
+    found = rows.model()
+    return None if found is None else install(run, found.description, found.weights, KEEP)
 
 
 class VersionWatch:
@@ -35,6 +50,7 @@ class VersionWatch:
         self.error: Exception | None = None
         self.paused = False
         self._seen: tuple[int, ...] | None = None
+        self._taken: Position | None = None
         self._polling = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="semel-versions", daemon=True)
@@ -78,6 +94,7 @@ class VersionWatch:
     def _poll(self) -> bool:
         from semel.models import current_version, load_model
 
+        self._take()
         signature = None if self.paused else self._signature()
         if signature is None or signature == self._seen:
             self._seen = signature  # after a pause the latest is looked at anew
@@ -87,6 +104,13 @@ class VersionWatch:
             self.predictor.swap(load_model(self.run))
         self._seen = signature
         return new
+
+    def _take(self) -> None:
+        rows = self.predictor.memory
+        if rows is not None and rows.model_position is not None and rows.model_position != self._taken:
+            at = rows.model_position
+            take(rows, self.run)
+            self._taken = at
 
     def _signature(self) -> tuple[int, ...] | None:
         """Of ``model.json``: changes with every version, and costs no read."""
@@ -99,8 +123,9 @@ class VersionWatch:
     def _run(self) -> None:
         failed: tuple[int, ...] | None = None
         while not self._stop.wait(self.interval):
+            rows = self.predictor.memory
             signature = self._signature()
-            if signature is not None and signature == failed:
+            if signature is not None and signature == failed and (rows is None or rows.model_position == self._taken):
                 continue
             try:
                 self.poll()
@@ -108,6 +133,9 @@ class VersionWatch:
             except FileNotFoundError as error:  # newer ones have taken its place while it was read: look again
                 self.error = error
             except Exception as error:  # whatever it is, the version that serves goes on
+                repeated = self.error is not None and str(self.error) == str(error)
                 self.error, failed = error, signature
+                if repeated:  # what the log has is tried again, until it has something else
+                    continue
                 log.error("%s: the new version is not served, %s goes on: %s", self.run,
                           self.predictor.model_version, error)

@@ -353,6 +353,8 @@ class _Following:
             self.memory.publish()  # not the weights either, where another trainer has taken over
         self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features, self.recipe.name,
                                   self.recipe.keep_versions)
+        if self.memory is not None:
+            self.memory.publish_model(self.run.path, self.version)
         self.versioned = time.monotonic()
 
     def close(self) -> None:

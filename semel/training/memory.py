@@ -25,6 +25,7 @@ from semel.history import HistoryStore
 from semel.memory import DeltaPublisher, DeltaSubscriber, Fenced, ItemMemory, pool
 from semel.memory.layer import MemoryLayer
 from semel.memory.table import MISS, Changes
+from semel.models import exported
 from semel.models.early_ranker import EarlyRanker, memory_layer
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
@@ -39,7 +40,8 @@ IDLE_ITEMS = 4096
 
 class MemoryWriter:
     """``piece(number)``: around the forward pass of a piece; ``write(work)``: after that of a batch. ``publish()``:
-    what has changed, now; ``start()``: from now on, in the background; ``close()``.
+    what has changed, now; ``publish_model``: weights behind it; ``start()``: from now on, in the background;
+    ``close()``.
 
     Raises ValueError for a model that reads its memory in training on several ranks: only rank 0 has one.
     """
@@ -51,6 +53,7 @@ class MemoryWriter:
             raise ValueError('model.reads "cached" needs the memory on every rank, which has it on one: train with one '
                              'process, or with model.reads "live"')
         self.model, self.layer, self.config, self.url, self.ranks = model, layer, recipe.memory, url, ranks
+        self.elsewhere = recipe.memory.url is not None
         self.pool = CandidatePool(layer.memory, catalogue, recipe.features,
                                   model.tables.encoders[recipe.features.item].ids)  # type: ignore[arg-type]
         self.publisher: DeltaPublisher | None = None
@@ -117,6 +120,17 @@ class MemoryWriter:
             if not self.publisher.running:
                 raise
             # Its thread says so, and tries again: rows wait meanwhile.
+
+    def publish_model(self, run: Path, version: str) -> None:
+        """On rank 0, a version that ``run`` has just saved, into a log that lies elsewhere: readers there may not see
+        ``run``. Raises as ``publish`` does."""
+        if self.ranks.rank or self.publisher is None or not self.elsewhere:
+            return
+        try:
+            self.publisher.publish_model(*exported(run, version))
+        except OSError:
+            if not self.publisher.running:
+                raise
 
     def start(self) -> None:
         """Publish every ``interval`` seconds until ``close``."""

@@ -247,6 +247,8 @@ class _Loop:
                 if self.chief:
                     self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
                                               self.recipe.name, self.recipe.keep_versions)
+                    if self.memory is not None:
+                        self.memory.publish_model(self.run.path, self.version)
         else:
             self.since_best += 1
         return self.since_best >= self.recipe.patience

@@ -18,7 +18,7 @@ from semel.examples import build_examples, rows_to_table
 from semel.examples.predictions import read_predictions
 from semel.features import Feature, FeatureSpec, Task
 from semel.memory import DeltaPublisher, DeltaSubscriber, Fenced, ItemMemory
-from semel.models import load_model, model_versions
+from semel.models import current_version, exported, install, load_model, model_versions
 from semel.training import Follower, Interrupted, Trainer
 from semel.training.memory import CandidatePool, memory_writer
 from semel.training.ranks import Ranks
@@ -78,6 +78,19 @@ def test_every_item_of_the_catalogue_has_a_row_and_the_log_is_what_the_best_mode
     torch.testing.assert_close(written, tower_of(model, np.arange(1, 40)), rtol=1e-5, atol=1e-6)
     first = tower_of(untrained(store, tmp_path), np.arange(1, 40))
     assert not torch.allclose(written, first, rtol=1e-3, atol=1e-3)
+
+
+def test_into_a_log_elsewhere_weights_go_behind_their_rows(store, tmp_path):
+    run = Trainer(override(recipe_of(store, tmp_path / "runs", epochs=1), {"memory.url": str(tmp_path / "log")})).fit()
+    reader = DeltaSubscriber(tmp_path / "log")
+    reader.poll()
+    found = reader.model()
+    assert (found.description, found.weights) == exported(run.path, current_version(run.path))
+    install(tmp_path / "server", found.description, found.weights)
+    model = load_model(tmp_path / "server").model
+    torch.testing.assert_close(reader.memory.read(np.arange(1, 40))[0], tower_of(model, np.arange(1, 40)), rtol=1e-5,
+                               atol=1e-6)
+    assert not (run.path / "memory").exists()
 
 
 def untrained(store, tmp_path):
