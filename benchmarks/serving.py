@@ -155,16 +155,18 @@ def closed_loop(url: str, clients: int, seconds: float, pages: int = 1) -> dict[
     stop = time.perf_counter() + seconds
 
     def ask(number: int) -> None:
+        asked_one = False
         with Client(url, timeout=300) as client:
             for turn in range(number, 10**9, clients):
                 as_of = None
                 for page in range(pages):
                     started = time.perf_counter()
-                    if started >= stop:
+                    if started >= stop and asked_one:
                         return
                     request = {**asked[turn % 200], "candidates": asked[(turn + page) % 200]["candidates"]}
                     as_of = client.rank(**request, limit=50, as_of=as_of).pointer.as_of
                     latencies.append(1e3 * (time.perf_counter() - started))
+                    asked_one = True
 
     started = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:

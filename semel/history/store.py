@@ -333,15 +333,15 @@ class HistoryStore:
         self._check_open()
         return self._again(histories.keys)
 
-    def changed_keys(self, after: int) -> np.ndarray | None:
+    def changed_keys(self, after: int) -> np.ndarray:
         """The user ids with an event, or a deletion, of a version above ``after``, sorted: what a reader that keeps
-        something by user has to look at again. None where a compaction has moved such versions: then any may have."""
+        something by user has to look at again, also after compactions (through a frozen view on a later generation
+        perhaps some more). What an erasure or retention took is not among them: where ``generation`` has changed, those
+        that ``keys`` has no longer, and where ``expired_before`` has, any."""
+        from semel.history.reading import histories
+
         self._check_open()
-        view = self._view
-        if after < view.compacted:
-            return None
-        deleted = [deletion.users for deletion in view.deletions.deletions if after < deletion.version <= view.version]
-        return np.unique(np.concatenate([view.tail.users(view.version, after), *deleted]))
+        return self._again(lambda view: histories.changed(view, after))
 
     def shards_of(self, user_ids: Any) -> np.ndarray:
         """[P] int64: the shard in which each user's events lie, or would."""

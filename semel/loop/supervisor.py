@@ -40,6 +40,10 @@ long as it takes: disks are emptied, too."""
 STATE_MIB = 16
 """Of request states: the driver asks for one page of each request, so none is ever found again."""
 SWEEP_EVERY_S = 30.0
+LATENCY_TARGET_MS = 10_000
+"""The driver's few askers wait for their answers, and would ask again what was refused: that only adds work."""
+COMPACT_ROWS = 10_000
+"""Events that the server's log holds: a few minutes' of a loop on one machine."""
 LAST_KILL_S = 15.0
 """Before a loop's end nothing is killed any more, so that all have caught up."""
 
@@ -171,7 +175,8 @@ class Loop:
             return [sys.executable, "-m", f"semel.loop.{module}", str(folder.path), *map(str, words)]
 
         return {
-            "server": command("serve", run, "--store", folder.store, "--port", port, "--state-cache", STATE_MIB),
+            "server": command("serve", run, "--store", folder.store, "--port", port, "--state-cache", STATE_MIB,
+                              "--compact-rows", COMPACT_ROWS, "--latency-target", LATENCY_TARGET_MS),
             "joiner": own("joiner"),
             "trainer": command("train", "--resume", run, "--follow", folder.rows, *overrides(self.config)),
             "driver": own("driver", self.url),

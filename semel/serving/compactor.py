@@ -69,7 +69,7 @@ class Compactor:
                             store.compact(workers=1, memory_limit=MEMORY_LIMIT, progress=self._between_shards)
                             self.compacted += 1
                             self.failure = None
-                except _GivenUp:
+                except GivenUp:
                     return
                 except Exception as error:  # whatever it is, the store serves on as it was
                     self.failure, wait = error, AFTER_FAILURE_S
@@ -77,9 +77,9 @@ class Compactor:
 
     def _between_shards(self, done: int, shards: int) -> None:
         if self._closed.is_set() and done < shards:
-            raise _GivenUp
+            raise GivenUp
 
 
-class _GivenUp(Exception):
+class GivenUp(Exception):
     """The server ends before the compaction does."""
 

@@ -70,22 +70,31 @@ class ItemIndex:
                  block: int | None = None):
         self._catalogue, self._payload, self._block = catalogue, payload, block or BLOCK
         self._items = Items.of(-1, ())
+        self._looked = (-1, -1, 0)  # version, generation, and what retention had taken, at the last look
         self._updating = threading.Lock()
         self._numbers = count()
 
     def items(self) -> Items:
-        """As the catalogue is now (its handle's view). The first call reads all of it; later ones what was appended."""
-        if self._items.version != self._catalogue.version:
+        """As the catalogue is now (its handle's view). The first call reads all of it; later ones what was appended,
+        whatever was compacted meanwhile; where retention has taken something, all of it again."""
+        if self._looked != self._now():
             with self._updating:
-                version = self._catalogue.version
-                if self._items.version != version:
-                    self._items = self._updated(self._items, version)
+                now = self._now()
+                if self._looked != now:
+                    self._items, self._looked = self._updated(self._items, *now), now
         return self._items
 
-    def _updated(self, items: Items, version: int) -> Items:
-        changed = self._catalogue.changed_keys(items.version) if items.version >= 0 else None
-        if changed is None:
+    def _now(self) -> tuple[int, int, int]:
+        return self._catalogue.version, self._catalogue.generation, self._catalogue.expired_before
+
+    def _updated(self, items: Items, version: int, generation: int, expired_before: int) -> Items:
+        if items.version < 0 or expired_before != self._looked[2]:
             return Items.of(version, self._blocks(self._catalogue.keys(), version))
+        changed = self._catalogue.changed_keys(items.version)
+        if generation != self._looked[1]:  # what was erased left no trace
+            there = self._catalogue.keys()
+            erased = [np.setdiff1d(block.ids, there, assume_unique=True) for block in items.blocks]
+            changed = np.unique(np.concatenate([changed, *erased]))
         kept = [block for block in (self._without(block, changed) for block in items.blocks) if len(block.ids)]
         return Items.of(version, self._joined((*kept, *self._blocks(changed, version)), version))
 

@@ -61,27 +61,56 @@ def contents(items):
 @given(st.lists(st.one_of(
     st.tuples(st.just("append"), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=12)),
     st.tuples(st.just("delete"), st.lists(st.integers(0, 30), min_size=1, max_size=4)),
-    st.tuples(st.just("compact"), st.none())), min_size=1, max_size=8))
+    st.tuples(st.just("erase"), st.lists(st.integers(0, 30), min_size=1, max_size=4)),
+    st.tuples(st.sampled_from(["compact", "compact", "expire", "look"]), st.none())), min_size=1, max_size=8))
 def test_the_index_holds_what_the_catalogue_holds_whatever_happens_to_it(tmp_path_factory, steps):
     folder = tmp_path_factory.mktemp("catalogue")
     with catalogue_at(folder / "items") as catalogue:
-        index, expected, number = index_of(catalogue), {}, 0
+        index, lazy, expected, number = index_of(catalogue), index_of(catalogue), {}, 0
         for what, values in steps:
             if what == "append":
                 years = list(range(number, number := number + len(values)))
                 catalogue.append(rows([one for one, _ in values], [at for _, at in values], years=years))
                 for (one, at), year in zip(values, years, strict=True):
                     expected.setdefault(one, []).append((at, year))
-            elif what == "delete":
-                catalogue.delete(values)
+            elif what in ("delete", "erase"):
+                getattr(catalogue, what)(values)
                 for one in values:
                     expected.pop(one, None)
+            elif what == "look":
+                lazy.items()
             else:
-                catalogue.compact()
+                catalogue.compact(retention="1d" if what == "expire" else None)
+                if what == "expire":
+                    expected.clear()  # all are of 1970
             now = {one: (min(at for at, _ in own), max(own, key=lambda row: (row[0], row[1]))[1])
                    for one, own in expected.items()}
             assert contents(index.items()) == now
-            assert contents(index_of(catalogue).items()) == now  # made at once, or step by step
+            assert contents(index_of(catalogue).items()) == now  # made at once, or step by step,
+        assert contents(lazy.items()) == now  # or over several steps, compactions among them
+
+
+@pytest.mark.parametrize("strings", [False, True])
+def test_a_compaction_is_no_reason_to_read_the_catalogue_again(tmp_path, strings):
+    kind = pa.string() if strings else pa.int64()
+
+    def append(catalogue, ids):
+        catalogue.append(rows(pa.array([str(one) if strings else one for one in ids], kind), [1] * len(ids)))
+
+    with catalogue_at(tmp_path / "items", kind) as catalogue:
+        read = []
+        with HistoryStore.open(tmp_path / "items") as reader:
+            indexes = [ItemIndex(one, lambda ids, as_of, version: (read.append(len(ids)), ids)[1], 64)
+                       for one in (catalogue, reader)]
+            append(catalogue, range(1000))
+            for turn in range(3):
+                for index in indexes:
+                    reader.refresh()
+                    read.clear()
+                    assert len(index.items()) == 1000 + turn and sum(read) == (1000 if turn == 0 else 2)
+                catalogue.compact()
+                append(catalogue, [7, 2000 + turn])  # one that is there, and one that is not
+                catalogue.compact()
 
 
 def test_many_small_blocks_are_joined(tmp_path):

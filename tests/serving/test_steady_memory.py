@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from semel.examples import ExposureLog
-from semel.serving.compactor import Compactor
+from semel.serving.compactor import Compactor, GivenUp
 from semel.serving.keys import EventKeys, event_digest
 from semel.serving.predictor import Predictor
 from semel.serving.writers import ExposureWriter, Writers
@@ -146,6 +146,25 @@ def test_a_compaction_that_fails_is_told_of_and_the_store_goes_on(tmp_path):
 
 def _full_disk(**_):
     raise OSError(28, "no space left on device")
+
+
+def test_a_compaction_that_the_end_overtakes_leaves_the_store_as_it_was(tmp_path):
+    store, _ = make_store(tmp_path / "store")
+    with store:
+        compactor = Compactor([store], rows=10**9)
+        compactor.close()
+        before = store.generation, store.version, store.uncompacted
+        with pytest.raises(GivenUp):
+            store.compact(workers=1, progress=compactor._between_shards)
+        assert (store.generation, store.version, store.uncompacted) == before and before[2]
+        writer = RowWriter("event", store, tmp_path / "keys", time.time_ns)
+        writer.submit(writer.rows(events(0), "events")).result()
+        writer.close()
+        assert store.verify()["files"]
+    with type(store).open(tmp_path / "store", mode="a") as again:
+        assert again.uncompacted == before[2] + ROWS
+        again.compact()
+        assert again.uncompacted == 0
 
 
 def test_negative_rows_are_refused():

@@ -249,6 +249,22 @@ def keys(view: View) -> np.ndarray:
     return np.delete(found, some[left.count == 0])
 
 
+def changed(view: View, after: int) -> np.ndarray:
+    """Users with an event, or a deletion, of a version above ``after``, sorted. Looks at no event: a generation knows
+    the last version of each user, and its marks the deletions that were carried out."""
+    strings = view.generation.schema.string_keys
+    found = [view.tail.users(view.version, after)]
+    found += [one.users for one in view.deletions.deletions if after < one.version <= view.version]
+    if after < min(view.compacted, view.version):
+        for shard in view.generation.shards:
+            if shard.rows and (later := shard.last > after).any():
+                found.append(np.array([key.decode() for key in shard.user_keys()], object)[later] if strings
+                             else shard.users[later])
+        deleted = view.generation.deleted
+        found.append(deleted.users[deleted.until > after])
+    return np.unique(np.concatenate(found))
+
+
 def _keys(view: View) -> np.ndarray:
     strings = view.generation.schema.string_keys
     found = [view.tail.users(view.version)]
