@@ -13,8 +13,9 @@ from small import make_recipe, make_store, without_draws
 
 from semel.comm.processes import join, spawn
 from semel.models import load_model
-from semel.training import Interrupted, Run, Trainer, evaluate, override, trainer
+from semel.training import Follower, Interrupted, Run, Trainer, evaluate, override, trainer
 from semel.training.reference import plain_training
+from semel.training.sharded import FetchedRows
 
 pytestmark = pytest.mark.timeout(400)
 SHARDED = {"sharding.tables": "item_id,rating"}
@@ -130,6 +131,33 @@ def test_what_two_ranks_saved_one_process_goes_on_with_and_what_they_trained_it_
 
 def test_a_name_that_is_no_table_is_refused_on_all_ranks(two):
     assert two[0]["refused"] == two[1]["refused"] and "'genre'" in two[0]["refused"] and "rating" in two[0]["refused"]
+
+
+@pytest.mark.parametrize(("kind", "changes", "said"), [
+    ("sequence_ranker", {"accumulate_tokens": 99}, "accumulate_tokens to none"),
+    ("next_item", {}, "items of the whole catalogue"), ("early_ranker", {}, "items of the whole catalogue"),
+    ("sequence_ranker", {"sharding.tables": "item_id,item_id"}, "one twice"),
+    ("sequence_ranker", {"sharding.schedule": "eager"}, "prioritized, blocking"),
+    ("sequence_ranker", {"sharding.learning_rate": 0.0}, "above 0"),
+])
+def test_what_cannot_be_sharded_is_refused_before_anything_is_made(tmp_path, kind, changes, said):
+    with pytest.raises(ValueError, match=said):
+        override(make_recipe("nowhere", tmp_path, kind), {**SHARDED, **changes})
+
+
+def test_following_refuses_and_says_what_to_set(tmp_path):
+    with pytest.raises(ValueError, match=r"set sharding\.tables to nothing"):
+        Follower(small("nowhere", tmp_path), tmp_path)
+    assert override(small("nowhere", tmp_path), {"sharding.tables": ""}).sharding.tables == ()
+
+
+def test_a_row_that_was_not_fetched_is_an_error_and_not_another_row():
+    rows = FetchedRows("item_id", 2)
+    rows.keys, rows.vectors = torch.tensor([2, 5, 9]), torch.arange(6.0).view(3, 2)
+    assert rows(torch.tensor([[9, 2]])).tolist() == [[[4.0, 5.0], [0.0, 1.0]]]
+    for index in (3, 10, 0):
+        with pytest.raises(KeyError, match=r"take .item_id. out of sharding\.tables"):
+            rows(torch.tensor([5, index]))
 
 
 def train_plain(store, out, ways):
