@@ -211,7 +211,7 @@ class _Loop:
 
     def _judge_balance(self, observed: list[list[float]]) -> None:
         """One line an epoch: how idle ranks were, and what a request costs as far as their times tell."""
-        if self.ranks.world_size == 1:
+        if self.ranks.world_size == 1 or not observed:  # none: resumed where an epoch had just ended
             return
         parts = np.array(self.ranks.gather(observed))  # [ranks, batches, features and seconds]
         features, seconds = parts[..., :-1], parts[..., -1]
