@@ -29,6 +29,7 @@ from semel.models.early_ranker import memory_layer
 from semel.training import loops
 from semel.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from semel.training.curves import Curves
+from semel.training.gradients import gradient_sums
 from semel.training.memory import memory_writer, take_over
 from semel.training.objectives import RankingObjective, RequestObjective
 from semel.training.pieces import Workers
@@ -162,6 +163,7 @@ class _Following:
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate,
                                            betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
         self.timeline = Timeline(ranks.rank)
+        self.sums = gradient_sums(self.optimizer, ranks, self.timeline)
         self.memory = memory_writer(model, self.recipe, run.path, ranks, objective.catalogue)
         self.predictions = PredictionLog(run.path / "predictions", ranks.rank)
         self.versioned = time.monotonic()   # when weights were last saved for who serves them
@@ -187,7 +189,8 @@ class _Following:
         loop = loops.overlapped if recipe.overlap else loops.plain
         with Workers(-(-recipe.pieces // self.ranks.world_size), recipe.seed) as workers:
             step = StepStages(recipe, self.objective, self.model, self.optimizer, workers, self.ranks, self.timeline,
-                              self.follower._stop.is_set, score=self._score, memory=self.memory)
+                              self.follower._stop.is_set, score=self._score, memory=self.memory,
+                              under_backward=self.sums)
             step.step = self.step
             stages = step.stages()
             idle_since = time.monotonic()
@@ -359,6 +362,8 @@ class _Following:
 
     def close(self) -> None:
         """Publish what is written."""
+        if self.sums is not None:
+            self.sums.close()
         if self.memory is not None:
             self.memory.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -71,8 +72,13 @@ class Workers:
 
     def gradients(self, parameters: Sequence[Tensor], losses: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradient of the sum of ``losses``, for each parameter; None where none of them depends on it."""
-        found = self._all(_gradients, [(parameters, loss) for loss in losses])
-        return [_sum([gradients[i] for gradients in found]) for i in range(len(parameters))]
+        return sums(self.parts(parameters, losses), len(parameters))
+
+    def parts(self, parameters: Sequence[Tensor], losses: Sequence[Tensor],
+              around: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
+              ) -> list[tuple[Tensor | None, ...]]:
+        """The gradients of each of ``losses``; number i's are computed within ``around(i)``, in that thread."""
+        return self._all(_gradients, [(parameters, loss, around(number)) for number, loss in enumerate(losses)])
 
     def _all(self, function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
         if self._pool is None:
@@ -87,21 +93,35 @@ def _loss(piece: Any, source: torch.Generator, loss: Callable[[Any, torch.Genera
         return loss(piece, source)
 
 
-def _gradients(parameters: Sequence[Tensor], loss: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.autograd.grad(loss, parameters, allow_unused=True)
+def _gradients(parameters: Sequence[Tensor], loss: Tensor, around: AbstractContextManager[None]
+               ) -> tuple[Tensor | None, ...]:
+    with around:
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def sums(parts: Sequence[tuple[Tensor | None, ...]], count: int) -> list[Tensor | None]:
+    """The sum of pieces' gradients, for each of ``count`` parameters, no two in one place: autograd may give one tensor
+    as the gradient of two parameters, of p and q in p + q for instance."""
+    totals = [_sum([gradients[i] for gradients in parts]) for i in range(count)]
+    seen: set[int] = set()
+    for i, total in enumerate(totals):
+        if total is not None:
+            totals[i] = total.clone() if total.data_ptr() in seen else total
+            seen.add(total.data_ptr())
+    return totals
 
 
 def add(total: list[Tensor | None] | None, more: list[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of two parts of a batch, summed in place."""
+    """Gradients of two parts of a batch, summed."""
     return more if total is None else [_sum([a, b]) for a, b in zip(total, more, strict=True)]
 
 
 def _sum(gradients: list[Tensor | None]) -> Tensor | None:
-    """In the order of the pieces, so that the sum is the same whoever is done first."""
+    """In the order of the pieces, so that the sum is the same whoever is done first. Not in place: see ``sums``."""
     total = None
     for gradient in gradients:
         if gradient is not None:
-            total = gradient if total is None else total.add_(gradient)
+            total = gradient if total is None else total + gradient
     return total
 
 

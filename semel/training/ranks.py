@@ -63,6 +63,18 @@ class Ranks:
             for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
+    def sum_apart(self) -> Callable[[Tensor], None]:
+        """A sum over ranks in place, for a thread of its own: on a process group of its own."""
+        from semel.comm.collective import own_group
+
+        group = own_group() if self._dist else None
+
+        def over_ranks(tensor: Tensor) -> None:
+            if self._dist:
+                self._call(self._dist.all_reduce, tensor, group=group)
+
+        return over_ranks
+
     def sum_metric(self, metric: T) -> T:
         """One of ``semel.metrics`` over the rows of all ranks."""
         if not self._dist:

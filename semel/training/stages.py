@@ -20,9 +20,10 @@ from torch import Tensor
 
 from semel.examples.order import token_cuts
 from semel.training.cost import CostModel, Shares
+from semel.training.gradients import GradientSums
 from semel.training.loops import Stage
 from semel.training.objectives import Computed, Loader
-from semel.training.pieces import Workers, add, cut_evenly, share_out
+from semel.training.pieces import Workers, add, cut_evenly, share_out, sums
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
 from semel.training.schedule import rate_at
@@ -70,6 +71,7 @@ class Update:
     pieces: list[int] = field(default_factory=list)
     counts: np.ndarray | None = None   # of this rank's rows; from the first forward on of all ranks'
     gradients: list[Tensor | None] | None = None
+    used: list[bool] = field(default_factory=list)
     loss: Tensor | None = None
     not_finite: list[str] = field(default_factory=list)
 
@@ -115,16 +117,18 @@ class StepStages:
     told to stop; after it ``stopping`` says whether any has, the same on all ranks. ``tables``: those of the model that
     do not lie in it whole; then each batch must be an update. ``score`` is called with a batch before any weight has
     learned from it. ``memory``: where what an item tower computed goes, of a model that has one. ``tuning``: what
-    requests cost and which share of the pieces each rank computes (None: as the recipe says, and equal)."""
+    requests cost and which share of the pieces each rank computes (None: as the recipe says, and equal).
+    ``under_backward``: sums gradients over ranks meanwhile; without it they are summed afterwards."""
 
     def __init__(self, recipe: Recipe, objective: Computed, model: Any, optimizer: torch.optim.Optimizer,
                  workers: Workers, ranks: Ranks, timeline: Timeline, stop: Callable[[], bool],
                  exchange: Exchange | None = None, tables: Fetches | None = None,
                  score: Callable[[Work], None] | None = None, memory: Remembers | None = None,
-                 tuning: Tuning | None = None) -> None:
+                 tuning: Tuning | None = None, under_backward: GradientSums | None = None) -> None:
         self.recipe, self.objective, self.model, self.optimizer = recipe, objective, model, optimizer
         self.workers, self.ranks, self.timeline, self._stop = workers, ranks, timeline, stop
         self.exchange, self._tables, self._score, self._memory = exchange, tables, score, memory
+        self._sums = under_backward
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.pieces = max(recipe.pieces, ranks.world_size)
         self.cost = tuning.cost if tuning is not None else CostModel(quadratic=recipe.quadratic)
@@ -222,10 +226,17 @@ class StepStages:
     def _backward(self, work: Work) -> None:
         update = work.update
         began = time.perf_counter()
-        leaves = [] if self._tables is None else self._tables.leaves
-        found = self.workers.gradients([*self.parameters, *leaves], work.losses)
-        work.row_gradients = found[len(self.parameters):]
-        update.gradients = add(update.gradients, found[:len(self.parameters)])
+        targets = [*self.parameters, *([] if self._tables is None else self._tables.leaves)]
+        if self._sums is not None and work.last:  # under way to the other ranks before this is done
+            self._sums.begin(len(work.losses), update.gradients)
+            parts = self.workers.parts(targets, work.losses, self._sums.piece)
+            update.used = self._sums.end()
+        else:
+            parts = self.workers.parts(targets, work.losses)
+            update.gradients = add(update.gradients, sums([part[:len(self.parameters)] for part in parts],
+                                                          len(self.parameters)))
+            update.used = [gradient is not None for gradient in update.gradients]
+        work.row_gradients = sums([part[len(self.parameters):] for part in parts], len(targets) - len(self.parameters))
         self.observed.append([*update.costs[work.number], self._seconds + time.perf_counter() - began])
         work.losses = []
 
@@ -233,11 +244,10 @@ class StepStages:
         if not work.last:
             return
         update, config = work.update, self.recipe.optimizer
-        assert update.gradients is not None and update.loss is not None
-        has = [gradient is not None for gradient in update.gradients]
+        assert update.loss is not None
         with self.timeline.span("straggler"):  # so few bytes that waiting for them is waiting for the slowest rank
             loss, broken, stop, *used = self.ranks.sum(
-                [float(update.loss), not torch.isfinite(update.loss), self._stop(), *has])
+                [float(update.loss), not torch.isfinite(update.loss), self._stop(), *update.used])
         update.loss = torch.tensor(loss, dtype=torch.float32)
         if broken:
             self._report(update)
@@ -245,11 +255,15 @@ class StepStages:
         if self._tables is not None:  # before the sums of the rest, under which what it sends is hidden
             self._tables.learn(work.row_gradients, rate)
             work.row_gradients = []
-        for parameter, gradient, count in zip(self.parameters, update.gradients, used, strict=True):
-            # A parameter that no rank used has no gradient, as on one rank: the optimizer leaves it alone.
-            parameter.grad = torch.zeros_like(parameter) if gradient is None and count else gradient
         with self.timeline.span("exposed_gradient"):
-            self.ranks.sum_in_place([p.grad for p in self.parameters if p.grad is not None])
+            found = self._sums.wait() if self._sums is not None else update.gradients
+        assert found is not None
+        for parameter, gradient, count in zip(self.parameters, found, used, strict=True):
+            # A parameter that no rank used has no gradient, as on one rank: the optimizer leaves it alone.
+            parameter.grad = (torch.zeros_like(parameter) if gradient is None else gradient) if count else None
+        if self._sums is None:
+            with self.timeline.span("exposed_gradient"):
+                self.ranks.sum_in_place([p.grad for p in self.parameters if p.grad is not None])
         if config.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(self.parameters, config.clip_norm)
         for group in self.optimizer.param_groups:

@@ -21,6 +21,7 @@ from semel.models import save_model
 from semel.training import loops
 from semel.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from semel.training.curves import Curves
+from semel.training.gradients import gradient_sums
 from semel.training.memory import memory_writer
 from semel.training.objectives import Objective, make_objective
 from semel.training.pieces import Workers
@@ -121,6 +122,7 @@ class _Loop:
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate,
                                            betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
         self.tuning = Tuning(self.recipe, run.path, ranks)
+        self.sums = gradient_sums(self.optimizer, ranks, self.timeline)
         self.memory = memory_writer(model, self.recipe, run.path, ranks, objective.catalogue)
         self.step = 0
         self.epoch = 0
@@ -136,7 +138,8 @@ class _Loop:
         return self.ranks.rank == 0
 
     def go(self, resume: bool) -> None:
-        with Curves(self.run, self.ranks) as self.curves, closing(self.tables) if self.tables else nullcontext():
+        with Curves(self.run, self.ranks) as self.curves, closing(self.tables) if self.tables else nullcontext(), \
+                closing(self.sums) if self.sums else nullcontext():
             if resume:
                 self._restore()
             stopped_early = self.since_best >= self.recipe.patience
@@ -169,7 +172,7 @@ class _Loop:
         with Workers(-(-recipe.pieces // self.ranks.world_size), recipe.seed) as workers:
             step = StepStages(recipe, self.objective, self.model, self.optimizer, workers, self.ranks, self.timeline,
                               self.trainer._stop.is_set, self.exchange, self.tables, memory=self.memory,
-                              tuning=self.tuning)
+                              tuning=self.tuning, under_backward=self.sums)
             step.step = self.step
 
             def metrics(work: Work) -> None:

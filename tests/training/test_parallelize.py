@@ -8,7 +8,7 @@ from torch import nn
 from semel.comm.processes import join, spawn
 from semel.training import Ranks, parallelize
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 
 class Blocks(nn.Module):

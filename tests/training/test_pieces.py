@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from semel.models.dropout import Dropout
-from semel.training.pieces import Workers, cut_evenly
+from semel.training.pieces import Workers, add, cut_evenly
 
 
 @settings(max_examples=200, deadline=None)
@@ -83,3 +83,17 @@ def test_a_pieces_random_numbers_follow_from_the_step_and_its_number_alone():
     both, second = draws(5, [0, 1]), draws(5, [1])
     assert torch.equal(both[1], second[0])  # as on a rank that has the second piece only
     assert not torch.equal(both[0], both[1]) and not torch.equal(second[0], draws(6, [1])[0])
+
+
+def test_parameters_that_share_a_gradient_are_not_summed_into_each_other():
+    """Autograd gives p and q of p + q one tensor."""
+    parameters = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(2, 3))]
+    with Workers(2, 0) as workers:
+        found = workers.gradients(parameters, [scale * (parameters[0] + parameters[1]).square().sum()
+                                               for scale in (1.0, 2.0)])
+        found = add(found, workers.gradients(parameters, [3.0 * (parameters[0] + parameters[1]).square().sum()]))
+    assert [total.unique().tolist() for total in found] == [[24.0], [24.0]]
+    with Workers(1, 0) as workers:
+        one, other = workers.gradients(parameters, [(parameters[0] + parameters[1]).square().sum()])
+    one.mul_(2)
+    assert one.unique().tolist() == [8.0] and other.unique().tolist() == [4.0]

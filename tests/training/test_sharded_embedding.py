@@ -298,3 +298,27 @@ def test_a_later_save_replaces_the_earlier_one(tmp_path: Path) -> None:
     again = ShardedEmbedding(3, Alone(), rows=8)
     again.load(tmp_path)
     assert torch.equal(again.read(torch.arange(8)), table.read(torch.arange(8))) and again.steps == 1
+
+
+@pytest.mark.parametrize("new_ids", ["dense", "hashed"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whole_rows_go_in_and_come_out(new_ids: str, world_size: int) -> None:
+    whole = torch.randn(11, 4)
+
+    def one(link: Any) -> Tensor | None:
+        table = ShardedEmbedding(4, link, rows=11, new_ids=new_ids)  # type: ignore[arg-type]
+        table.start_at(whole)
+        return table.gather()
+
+    first, *others = run_threads(world_size, one)
+    assert torch.equal(first, whole) and all(other is None for other in others)
+
+
+def test_rows_that_are_known_by_id_have_no_whole() -> None:
+    table = ShardedEmbedding(4, Alone(), rows=11, new_ids="zero_collision")
+    with pytest.raises(ValueError, match="zero_collision"):
+        table.gather()
+    with pytest.raises(ValueError, match="zero_collision"):
+        table.start_at(torch.zeros(11, 4))
+    with pytest.raises(ValueError, match="11, 4"):
+        ShardedEmbedding(4, Alone(), rows=11).start_at(torch.zeros(12, 4))

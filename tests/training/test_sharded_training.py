@@ -4,6 +4,7 @@ plain process with whole tables comes to."""
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from small import make_recipe, make_store, without_draws
 
 from semel.comm.processes import join, spawn
 from semel.models import load_model
-from semel.training import Interrupted, Run, Trainer, evaluate, override, trainer
+from semel.training import Follower, Interrupted, Run, Trainer, evaluate, override, trainer
 from semel.training.reference import plain_training
+from semel.training.sharded import FetchedRows
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 SHARDED = {"sharding.tables": "item_id,rating"}
 WAYS = [{"sharding.schedule": "blocking"}, {"sharding.schedule": "prioritized"}]
 
@@ -74,7 +76,7 @@ def train_all(store, out, ways):
     for number, way in enumerate(ways):
         found[number] = str(Trainer(small(store, out, **way)).fit().path)
     stopped = Trainer(small(store, out, checkpoint_steps=7))
-    stopped.on_progress = lambda progress: stopped.stop() if progress.step >= 10 else None
+    stopped.on_progress = lambda progress: stopped.stop() if progress.step >= 10 else None  # on rank 0 alone
     loops: list[Any] = []
     go = trainer._Loop.go
     trainer._Loop.go = lambda self, resume: (loops.append(self), go(self, resume))[1]
@@ -131,16 +133,50 @@ def test_a_name_that_is_no_table_is_refused_on_all_ranks(two):
     assert two[0]["refused"] == two[1]["refused"] and "'genre'" in two[0]["refused"] and "rating" in two[0]["refused"]
 
 
+@pytest.mark.parametrize(("kind", "changes", "said"), [
+    ("sequence_ranker", {"accumulate_tokens": 99}, "accumulate_tokens to none"),
+    ("next_item", {}, "items of the whole catalogue"), ("early_ranker", {}, "items of the whole catalogue"),
+    ("sequence_ranker", {"sharding.tables": "item_id,item_id"}, "one twice"),
+    ("sequence_ranker", {"sharding.schedule": "eager"}, "prioritized, blocking"),
+    ("sequence_ranker", {"sharding.learning_rate": 0.0}, "above 0"),
+])
+def test_what_cannot_be_sharded_is_refused_before_anything_is_made(tmp_path, kind, changes, said):
+    with pytest.raises(ValueError, match=said):
+        override(make_recipe("nowhere", tmp_path, kind), {**SHARDED, **changes})
+
+
+def test_following_refuses_and_says_what_to_set(tmp_path):
+    with pytest.raises(ValueError, match=r"set sharding\.tables to nothing"):
+        Follower(small("nowhere", tmp_path), tmp_path)
+    assert override(small("nowhere", tmp_path), {"sharding.tables": ""}).sharding.tables == ()
+
+
+def test_a_row_that_was_not_fetched_is_an_error_and_not_another_row():
+    rows = FetchedRows("item_id", 2)
+    rows.keys, rows.vectors = torch.tensor([2, 5, 9]), torch.arange(6.0).view(3, 2)
+    assert rows(torch.tensor([[9, 2]])).tolist() == [[[4.0, 5.0], [0.0, 1.0]]]
+    for index in (3, 10, 0):
+        with pytest.raises(KeyError, match=r"take .item_id. out of sharding\.tables"):
+            rows(torch.tensor([5, index]))
+
+
 def train_plain(store, out, ways):
     trainer.LOG_EVERY = 1
     join()
     return [str(Trainer(without_draws(small(store, out, **way))).fit().path) for way in ways]
 
 
-def go_on(store, out, path):
+def train_four_pieces(store, out, resume=None):
+    """To step 10, or from there on; as many pieces as the most ranks, so that all draw alike."""
     trainer.LOG_EVERY = 1
     join()
-    return str(Trainer(small(store, out, checkpoint_steps=7)).fit(resume=path).path)
+    stopped = Trainer(small(store, out, checkpoint_steps=7, pieces=4))
+    if resume is not None:
+        return str(stopped.fit(resume).path)
+    stopped.on_progress = lambda progress: stopped.stop() if progress.step >= 10 else None
+    with pytest.raises(Interrupted) as error:
+        stopped.fit()
+    return str(error.value).split("resume ")[1].removesuffix(" to go on")
 
 
 @pytest.mark.slow
@@ -157,9 +193,10 @@ def test_any_number_of_ranks_comes_to_the_plain_loop(store, tmp_path, world_size
 
 @pytest.mark.slow
 def test_what_four_ranks_saved_any_number_goes_on_with(store, tmp_path):
-    found = spawn(train_all, 4, store, tmp_path, WAYS)
-    whole = losses(Run.open(found[0][1]))
+    stopped = spawn(train_four_pieces, 4, store, tmp_path)[0]
+    assert len(list((next((Path(stopped) / "checkpoints").glob("step-*")) / "tables" / "item_id").glob("rank-*"))) == 4
+    whole = losses(Trainer(small(store, tmp_path, checkpoint_steps=7, pieces=4)).fit())
     for world_size in (1, 2, 3):
-        copy = shutil.copytree(found[0]["stopped"], tmp_path / f"on-{world_size}")
-        resumed = Run.open(spawn(go_on, world_size, store, tmp_path, copy)[0])
-        assert losses(resumed) == pytest.approx(whole, rel=1e-4) and len(whole) > 20
+        copy = shutil.copytree(stopped, tmp_path / f"on-{world_size}")
+        resumed = Run.open(spawn(train_four_pieces, world_size, store, tmp_path, copy)[0])
+        assert losses(resumed) == pytest.approx(whole, rel=1e-5) and len(whole) > 20
