@@ -13,7 +13,8 @@ N). Columns, all in the same runtime, eager or (``--compiled``) ``torch.compile`
 
 Rounds are interleaved: each runs every column once, in turning order, after two rounds that are thrown away. Ratios
 are naive over column, medians of the rounds' ratios. ``slower`` is the 95 % upper bound of shared over naive, from
-order statistics of the rounds: no assumption on how times are distributed. FLOPs by ``torch.utils.flop_counter``. The
+order statistics of the rounds: no assumption on how times are distributed (``extra_us`` in the JSON: the median of
+their difference in microseconds, ``way``: the one taken). FLOPs by ``torch.utils.flop_counter``. The
 difference is the largest one from the unmodified model, in float32 over the output's scale and in float64 as it is.
 With ``--json FILE`` each model runs in a process of its own, for at most ``--limit`` seconds, and FILE is written after
 each; ``--resume`` goes on where a run with the same work was stopped. What did not come to its end keeps the rows that
@@ -45,6 +46,7 @@ from benchmarks.sharing_report import HEADER, line, show, summary
 from benchmarks.zoo import chosen, zoo
 from benchmarks.zoo_model import ZooModel, broadcast, split_inputs
 from semel.sharing import SharingError, share
+from semel.sharing.choice import SIZES as CHOSEN
 
 SIZES = (1, 16, 128, 512, 2048, 16384)
 STATED = 512                # candidates for which the means are printed
@@ -152,7 +154,7 @@ def tile_of(model: ZooModel) -> InputTile | None:
 class Compared:
     """One model in its four forms. Forms are made once and used at every number of candidates."""
 
-    def __init__(self, model: ZooModel, compile_both: bool, candidates: int = STATED) -> None:
+    def __init__(self, model: ZooModel, compile_both: bool, candidates: int = STATED, fewest: int = 1) -> None:
         self.model = model
         started = time.perf_counter()
         self.shared = share(model.module, model.example_inputs(4), request_inputs=model.request_inputs,
@@ -164,7 +166,8 @@ class Compared:
         self.run_tile = compiled(self.tile, compile_both) if self.tile else None
         if compile_both:
             self.shared.compile()
-            self.shared.choose()        # the ways again, compiled
+            # the ways again, compiled; not for numbers far below those that are measured
+            self.shared.choose([size for size in (*CHOSEN, candidates) if size <= candidates and 8 * size > fewest])
         self.run_shared = self.shared
         self.run_score = self.shared.score
 
@@ -192,7 +195,8 @@ class Compared:
         if candidates == 1 and not self.model.batch_of_one:
             columns = {name: columns[name] for name in ("shared", "cached")}    # the unmodified model fails there
         row: dict[str, Any] = {"candidates": candidates, "ragged": ragged}
-        row["ms"], row["flops"], row["speed_up"], row["slower_bound"] = {}, {}, {}, {}
+        row["ms"], row["flops"], row["speed_up"], row["slower_bound"], row["extra_us"] = {}, {}, {}, {}, {}
+        row["way"] = self.shared.way(5 if ragged else 1, candidates, "call")
         if "naive" in columns:
             expected = scores_of(columns["naive"]())
             got = scores_of(columns["shared"]())
@@ -206,6 +210,8 @@ class Compared:
                 ratios = sorted(x / n for x, n in zip(values, times["naive"], strict=True))
                 row["speed_up"][name] = 1 / statistics.median(ratios)
                 row["slower_bound"][name] = ratios[upper_rank(len(ratios)) - 1]
+                extra = [1e6 * (x - n) for x, n in zip(values, times["naive"], strict=True)]
+                row["extra_us"][name] = statistics.median(extra)
         row["rounds"] = len(values)
         row["scores_per_second"] = {name: 1e3 * candidates / ms for name, ms in row["ms"].items()}
         return row
@@ -240,7 +246,7 @@ def examine(build: Callable[[], ZooModel], arguments: argparse.Namespace,
     """All sizes of one model, or the reason why it cannot be shared. ``say`` gets the result as it grows."""
     model = build()
     try:
-        both = Compared(model, arguments.compiled, stated(arguments))
+        both = Compared(model, arguments.compiled, stated(arguments), min(arguments.sizes))
     except SharingError as error:
         return {"refused": " ".join(str(error).split())}
     lookups = both.tile.lookups if both.tile else 0
@@ -262,7 +268,7 @@ def cross_network(models: dict[str, Callable[[], ZooModel]], arguments: argparse
     candidates = stated(arguments)
     columns: Timed = {}
     for name, model in (("", "own.DCNv2"), ("parallel ", "own.ParallelDCNv2"), ("rDCN", "own.RDCN")):
-        one = Compared(models[model](), arguments.compiled, candidates).columns(candidates, False)
+        one = Compared(models[model](), arguments.compiled, candidates, candidates).columns(candidates, False)
         kind = name if name == "rDCN" else name + "exact"
         columns |= {f"{name}naive": one["naive"]} if name != "rDCN" else {}
         columns |= {kind: one["shared"], f"{kind}, cached": one["cached"]}

@@ -46,8 +46,9 @@ def summary(results: dict[str, dict[str, Any]], candidates: int) -> dict[str, An
           if row["candidates"] == candidates and not row["ragged"] and row["speed_up"]}
     halved = [row for row in at.values() if row["flops"].get("naive")
               and row["flops"]["shared"] <= row["flops"]["naive"] / 2]
-    bounds = [(row["slower_bound"][column], name, row["candidates"], column) for name, r in taken.items()
-              for row in r["rows"] for column in ("shared", "cached") if column in row["slower_bound"]]
+    bounds = [(row["slower_bound"][column], name, row["candidates"], column, row["extra_us"][column])
+              for name, r in taken.items() for row in r["rows"] for column in ("shared", "cached")
+              if column in row["slower_bound"]]
     return {
         "models": len(results), "shared": len(taken),
         "refused": {name: r["refused"] for name, r in results.items() if "refused" in r},
@@ -87,8 +88,9 @@ def show(report: dict[str, Any]) -> None:
     halved = report["flops_halved"]
     print(f"FLOPs at half or less: {halved['models']} models, {times(halved['speed_up'])}")
     if report["worst_slower_bound"]:
-        bound, name, candidates, column = report["worst_slower_bound"]
-        print(f"worst slow-down, upper bound: {100 * (bound - 1):+.0f} % ({name}, N = {candidates}, {column})")
+        bound, name, candidates, column, extra = report["worst_slower_bound"]
+        print(f"worst slow-down, upper bound: {100 * (bound - 1):+.0f} % ({name}, N = {candidates}, {column}; median "
+              f"{extra:+.0f} microseconds)")
     print(f"largest difference: float64 {report['float64_difference']}, float32 over the output's scale "
           f"{report['relative_difference']}")
     if "cross_network" in report:

@@ -72,6 +72,11 @@ class Signature:
         return {stage: [name for name, *_ in wanted] for stage, wanted in self._wanted.items()}
 
     @cached_property
+    def wide(self) -> bool:
+        """Whether an input has columns of both sides."""
+        return any(item.columns is not None for item in self.inputs)
+
+    @cached_property
     def _wanted(self) -> dict[Stage, list[tuple[str, tuple[int, ...], torch.dtype]]]:
         """By side: name, shape behind the rows and dtype of each input."""
         return {stage: [(i.name, i.expected(stage), i.dtype) for i in self.inputs

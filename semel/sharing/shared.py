@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from semel.sharing.choice import ROUNDS, SECONDS, SIZES, Choice, fastest, lost, nearest, timed
+from semel.sharing.choice import SECONDS, SIZES, Choice, fastest, lost, nearest, timed
 from semel.sharing.emission import Stage
 from semel.sharing.errors import SharingError
 from semel.sharing.export import ModelGraph, export
@@ -200,7 +200,7 @@ class SharedModel(Scoring, _Bank):
         for left, (many, size) in zip(range(len(cases), 0, -1), cases, strict=True):
             share, rows = seconds / left, size * (_SEVERAL if many else 1)
             ways, groups = self._ways(_SEVERAL if many else 1, size)
-            if hopeless.get(many, 0.0) * rows * ROUNDS > share:
+            if hopeless.get(many, 0.0) * rows > share:
                 ways.pop(ORIGINAL)
             start = time.perf_counter()
             took = timed(ways, [group.values() for group in groups.values()], share, compiled)
@@ -271,11 +271,12 @@ class SharedModel(Scoring, _Bank):
     def repeated(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> list[Tensor]:
         """The model's inputs in order, one row a candidate."""
         first = next(iter(candidate.values()))
-        count, device = len(first), first.device
-        if len(offsets) == 2 and count == 1 and not any(item.columns is not None for item in self.signature.inputs):
+        count, device = first.shape[0], first.device
+        single = offsets.shape[0] == 2  # len of a tensor takes a microsecond
+        if single and count == 1 and not self.signature.wide:
             both = {**request, **candidate}
             return [both[item.name] for item in self.signature.inputs]
-        owner = None if len(offsets) == 2 else layout(offsets, device)[OWNER]
+        owner = None if single else layout(offsets, device)[OWNER]
         tensors = []
         for item in self.signature.inputs:
             if item.columns is None and item.stage == Stage.CANDIDATE:

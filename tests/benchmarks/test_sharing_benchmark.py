@@ -8,9 +8,11 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import sharing
 from benchmarks.sharing import interleaved, sizes_of_requests, summary, upper_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +68,8 @@ def test_the_ragged_case_has_an_empty_request() -> None:
 def test_the_summary_counts_what_is_refused_and_means_what_is_not() -> None:
     def row(speed: float, shared_flops: int) -> dict[str, object]:
         return {"candidates": 512, "ragged": False, "speed_up": {"shared": speed, "cached": 2 * speed},
-                "slower_bound": {"shared": 1 / speed, "cached": 0.5}, "flops": {"naive": 100, "shared": shared_flops},
+                "slower_bound": {"shared": 1 / speed, "cached": 0.5}, "extra_us": {"shared": 1.0, "cached": 2.0},
+                "flops": {"naive": 100, "shared": shared_flops},
                 "relative_difference": 1e-7}
 
     report = summary({"a": {"rows": [row(2.0, 80)], "float64_difference": 1e-15},
@@ -76,3 +79,68 @@ def test_the_summary_counts_what_is_refused_and_means_what_is_not() -> None:
     assert report["flops_halved"] == {"models": 1, "speed_up": pytest.approx(8.0)}
     assert report["worst_slower_bound"] == (0.5, "b", 512, "cached") or report["worst_slower_bound"][0] == 0.5
     assert report["float64_difference"] == 1e-15 and report["tile"] is None
+
+
+def row(speed_up: float) -> dict[str, Any]:
+    return {"candidates": 16, "ragged": False, "ms": {"naive": 1.0, "shared": 1 / speed_up, "cached": 1 / speed_up},
+            "speed_up": {"shared": speed_up, "cached": speed_up}, "flops": {}, "relative_difference": 1e-7,
+            "slower_bound": {"shared": 1 / speed_up, "cached": 1 / speed_up},
+            "extra_us": {"shared": -1.0, "cached": -1.0}}
+
+
+def swept(monkeypatch: pytest.MonkeyPatch, path: Path, *more: str) -> list[str]:
+    """Runs a sweep in which three models take no time, and says which of them were run."""
+    ran: list[str] = []
+
+    def instead(function: Any, arguments: tuple[Any, ...], limit: float, seen: Any) -> str | None:
+        ran.append(arguments[0])
+        if arguments[0] == "b":
+            seen({"share_seconds": 1.0, "rows": []})
+            return f"stopped after {limit:g} s"
+        seen({"refused": "a branch"} if arguments[0] == "c" else {"share_seconds": 1.0, "rows": [row(4.0)]})
+        return None
+
+    monkeypatch.setattr(sharing, "run_apart", instead)
+    monkeypatch.setattr(sharing, "parts_of", lambda models, names: ["a", "b", "c"])
+    monkeypatch.setattr(sys, "argv", ["sharing", "--quick", "--json", str(path), *more])
+    sharing.main()
+    return ran
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "zoo.json"
+    assert swept(monkeypatch, path, "--limit", "5") == ["a", "b", "c"]
+    found = json.loads(path.read_text())
+    assert found["summary"]["not_run"] == {"b": "stopped after 5 s"}
+    assert found["summary"]["refused"] == {"c": "a branch"}
+    assert found["summary"]["request_included"] == pytest.approx(4.0)
+    assert found["summary"]["unmeasured_as_1x"] == {
+        "models": 2, "request_included": pytest.approx(2.0), "request_cached": pytest.approx(2.0)}
+    assert "1 of them have a number there; the others taken as 1.0x: shared 2.00x" in capsys.readouterr().out
+    assert swept(monkeypatch, path, "--limit", "5", "--resume") == []
+    assert swept(monkeypatch, path, "--limit", "6", "--resume") == ["b"]     # it may end now
+    assert json.loads(path.read_text())["models"]["a"] == found["models"]["a"]
+
+
+def test_a_sweep_keeps_a_file_that_it_does_not_go_on_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "zoo.json"
+    swept(monkeypatch, path)
+    before = path.read_text()
+    for more, word in (([], "--resume"), (["--resume", "--sizes", "3"], "sizes"),
+                       (["--resume", "--compiled"], "runtime")):
+        with pytest.raises(SystemExit, match=word):
+            swept(monkeypatch, path, *more)
+    assert path.read_text() == before
+    path.write_text("{}")
+    with pytest.raises(SystemExit, match="no results of this benchmark"):
+        swept(monkeypatch, path, "--resume")
+    assert path.read_text() == "{}"
+
+
+def test_what_a_call_costs_is_told_for_each_kind_of_inputs() -> None:
+    from benchmarks.sharing_call import measured
+
+    for kind in ("matrix", "separate", "named"):
+        found = measured(kind, 10, 5, 7)
+        assert found["call_us"] > found["model_us"] > 0 and found["extra_us_bound"] >= found["extra_us"] > 0
