@@ -120,7 +120,9 @@ class _Table:
         self.lock = threading.Lock()
         self._folding, self._catalogue, self._artifact = folding, folding._catalogue, folding.artifact
         self._memory = memory
-        self.version = 0 if self._catalogue is None else self._catalogue.version
+        self.version, self.expired_before = 0, 0
+        if self._catalogue is not None:
+            self.version, self.expired_before = self._catalogue.version, self._catalogue.expired_before
         self._build()
 
     def _build(self) -> None:
@@ -166,18 +168,22 @@ class _Table:
         return other
 
     def see(self, version: int) -> None:
-        """The catalogue as of ``version``, if that is newer."""
+        """The catalogue as of ``version``, if that is newer, and without what retention has taken since."""
         import torch
 
         from semel.features import stable_id
 
-        if self._catalogue is None or version <= self.version:
+        if self._catalogue is None:
+            return
+        if self._catalogue.expired_before != self.expired_before:
+            self.expired_before, self.version = self._catalogue.expired_before, max(version, self.version)
+            self._build()
+            return
+        if version <= self.version:
             return
         changed = self._catalogue.changed_keys(self.version)
         self.version = version
-        if changed is None:
-            self._build()
-        elif len(changed):
+        if len(changed):
             self._names()
             self.folded.renew(torch.from_numpy(stable_id(changed).copy()), self._memory)
 

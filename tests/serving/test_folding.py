@@ -3,6 +3,7 @@ and of the moment that it sees."""
 
 import dataclasses
 import time
+from datetime import timedelta
 
 import numpy as np
 import pyarrow as pa
@@ -66,7 +67,8 @@ def test_vectors_are_what_would_be_computed(tmp_path, strings, seed):
             append(catalogue, items, random.choice([5, now, FUTURE], len(items)), strings)
             versions.append(catalogue.version)
         elif what == 2 and random.random() < 0.3:
-            catalogue.compact()
+            catalogue.compact(retention=timedelta(microseconds=time.time_ns() // 1000 - 8 if random.random() < 0.5 else
+                                                  time.time_ns()))
         else:
             counts = random.integers(0, 20, 2)
             items = raw(np.concatenate([random.permutation(80)[:count] for count in counts]), strings)
