@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -157,13 +158,19 @@ def model_versions(run: str | Path) -> list[ModelVersion]:
     found = []
     for path in Path(run).glob("model-*.json"):
         try:
-            one = json.loads(path.read_text())
-            found.append(ModelVersion(one["version"], int(one["number"]), int(one["saved_at"]), path))
+            found.append(_version_in(path, path.stat().st_mtime_ns))
         except FileNotFoundError:  # it has just been taken away
             continue
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}; remove it, or train anew") from None
     return sorted(found, key=lambda one: one.number)
+
+
+@lru_cache(maxsize=1 << 16)  # a run that follows keeps thousands, and lists them at each save
+def _version_in(path: Path, written: int) -> ModelVersion:
+    """``written``: when, in nanoseconds, so that what was read is known again."""
+    one = json.loads(path.read_text())
+    return ModelVersion(one["version"], int(one["number"]), int(one["saved_at"]), path)
 
 
 def restore_version(run: str | Path, version: str | None = None) -> str:
@@ -222,9 +229,11 @@ def _described(run: Path, version: str | None) -> dict[str, Any]:
     described = _read(path)
     if version is None or described["version"] == version:
         return described
-    for one in model_versions(run):
-        if one.version == version:
-            return _read(one.path)
+    digest = version.rpartition("-")[2]
+    if re.fullmatch(r"[0-9a-f]+", digest) and (path := run / f"model-{digest}.json").exists():
+        described = _read(path)
+        if described["version"] == version:
+            return described
     kept = ", ".join(one.version for one in model_versions(run)) or described["version"]
     raise FileNotFoundError(f"{run} does not keep model {version}; it has {kept}")
 

@@ -104,10 +104,9 @@ def replay(run: str | Path, store: str | Path, limit: int | None = None,
     if gone == len(exposures):
         raise ValueError(f"the log of {run}'s item memory no longer reaches back to any of the {gone} exposures; keep "
                          "more of it (recipe memory.keep)")
-    artifact = found[-1].artifact
     exposures = pa.concat_tables([again.exposures for again in found])
     served, replayed = (np.concatenate([getattr(again, name) for again in found]) for name in ("served", "replayed"))
-    labelled, served_ne, replayed_ne = _entropies(artifact, exposures, OutcomeLog(folder / "outcomes").read(), served,
+    labelled, served_ne, replayed_ne = _entropies(found[-1], exposures, OutcomeLog(folder / "outcomes").read(), served,
                                                   replayed)
 
     def total(name: str) -> int:
@@ -141,8 +140,8 @@ def score_again(run: Path, store: Path, exposures: pa.Table, memory: str | Path 
             part = exposures.filter(pc.equal(exposures["model_version"], version))
             artifact = load_model(run, version)
             again = Again(artifact, part, exposure_rows(part, artifact.features.request), rows_of)
-            again.run(history, catalogue, None if progress is None else partial(_after, progress, done, len(exposures)),
-                      look)
+            told = None if progress is None else partial(_after, progress, done, len(exposures))
+            again.run(artifact, history, catalogue, told, look)
             done += len(part)
             found.append(again)
     return found
@@ -152,15 +151,17 @@ def _after(progress: Callable[[int, int], None], before: int, total: int, done: 
     progress(before + done, total)
 
 
-Look = Callable[["Again", np.ndarray, "RequestBatch", "Tensor", "Tensor"], None]
-"""Shown who scores, which of its rows a batch is, the batch with memory rows, hit [C] and written [C] of those."""
+Look = Callable[["ModelArtifact", np.ndarray, "RequestBatch", "Tensor", "Tensor"], None]
+"""Shown what scores, which of its rows a batch is, the batch with memory rows, hit [C] and written [C] of those."""
 
 
 class Again:
-    """The second computation of what one model scored: batch by batch as logged, adding up what differs."""
+    """The second computation of what one model scored: batch by batch as logged, adding up what differs. It does not
+    keep the model: a log may name thousands of versions."""
 
     def __init__(self, artifact: ModelArtifact, exposures: pa.Table, rows: RequestRows, memory: MemoryHistory):
-        self.artifact, self.exposures, self.version = artifact, exposures, artifact.version
+        self.exposures, self.version = exposures, artifact.version
+        self.features, self.kind = artifact.features, artifact.kind
         self._rows, self._memory = rows, memory
         self.positions = [None if place is None else (place[0]["epoch"], place[0]["sequence"])
                           for place in exposures["memory"].to_pylist()]
@@ -181,7 +182,8 @@ class Again:
         """Where the candidates of a request are."""
         return slice(int(self._rows.candidates.offsets[row]), int(self._rows.candidates.offsets[row + 1]))
 
-    def run(self, store: Any, catalogue: Any, progress: Callable[[int], None] | None, look: Look | None = None) -> None:
+    def run(self, artifact: ModelArtifact, store: Any, catalogue: Any, progress: Callable[[int], None] | None,
+            look: Look | None = None) -> None:
         def path_of(members: np.ndarray) -> str:
             return self._column["path"][members[0]]
 
@@ -193,12 +195,13 @@ class Again:
         for path, batches in groupby(sorted(self._batches(), key=place_of), key=path_of):
             with on_path(path) as way:
                 for members in batches:
-                    self._one(members, store, catalogue, way, look)
+                    self._one(artifact, members, store, catalogue, way, look)
                     done += len(members)
                     if progress is not None:
                         progress(done)
 
-    def _one(self, members: np.ndarray, store: Any, catalogue: Any, way: Way, look: Look | None) -> None:
+    def _one(self, artifact: ModelArtifact, members: np.ndarray, store: Any, catalogue: Any, way: Way,
+             look: Look | None) -> None:
         """One logged batch: its rows, materialized and scored again together."""
         from semel.examples import materialize
         from semel.memory import DeltaGap
@@ -216,13 +219,13 @@ class Again:
         device = self._column["device"][members[0]]
         if device != "cpu":
             raise ValueError(f"exposures were scored on {device!r}; this version replays on 'cpu'")
-        batch = materialize(self._rows.select(members), store, catalogue, self.artifact.features, checksum=True)
-        batch, hit, written = joined(batch, self.artifact, memory)
+        batch = materialize(self._rows.select(members), store, catalogue, self.features, checksum=True)
+        batch, hit, written = joined(batch, artifact, memory)
         if look is not None:
-            look(self, members, batch, hit, written)
+            look(artifact, members, batch, hit, written)
         if way == "folded":
-            batch = with_vectors(batch, self.artifact)
-        again = score(self.artifact, batch, way != "broadcast")
+            batch = with_vectors(batch, artifact)
+        again = score(artifact, batch, way != "broadcast")
         checksums = batch.request["history_checksum"].numpy().view(np.uint64)
         status = batch.request["history"].status
         start = 0
@@ -276,16 +279,16 @@ def _of_models(log: pa.Table, versions: set[str], latest: str, limit: int | None
     return own.take(keep), len(log) - len(own)
 
 
-def _entropies(artifact: ModelArtifact, exposures: pa.Table, outcomes: pa.Table, served: np.ndarray,
+def _entropies(last: Again, exposures: pa.Table, outcomes: pa.Table, served: np.ndarray,
                replayed: np.ndarray) -> tuple[int, float | None, float | None]:
     """(candidates with a label, NE of the served scores, NE of the replayed ones) of the first task."""
     from semel.examples import join
     from semel.metrics import NormalizedEntropy
 
-    if not artifact.features.tasks or artifact.features.tasks[0].kind != "binary" or artifact.kind == "next_item" \
+    if not last.features.tasks or last.features.tasks[0].kind != "binary" or last.kind == "next_item" \
             or not len(outcomes):
         return 0, None, None
-    task = artifact.features.tasks[0]
+    task = last.features.tasks[0]
     # Every window is taken as closed: a replay looks at what is known now.
     joined = join(exposures, outcomes, OUTCOME_WINDOW_US, [task],
                   int(np.max(exposures["served_at"].to_numpy())) + OUTCOME_WINDOW_US).rows

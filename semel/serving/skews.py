@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from semel.batch import RequestBatch
-    from semel.features import Task
+    from semel.features import FeatureSpec, Task
     from semel.models import ModelArtifact
 
 SECOND, MINUTE, HOUR, DAY = 10**6, 60 * 10**6, 3600 * 10**6, 86400 * 10**6
@@ -152,13 +152,13 @@ def skew(run: str | Path, store: str | Path, limit: int | None = None, memory: s
         raise ValueError(f"the log of {run}'s item memory no longer reaches back to any of the {gone} exposures; keep "
                          "more of it (recipe memory.keep)")
     exposures = pa.concat_tables([again.exposures for again in found])
-    artifact = found[-1].artifact
-    table = _columns(artifact, exposures, found, trained, looks, _first_times(folder))
-    labels = join(exposures, OutcomeLog(folder / "outcomes").read(), OUTCOME_WINDOW_US, artifact.features.tasks,
+    features = found[-1].features
+    table = _columns(features, exposures, found, trained, looks, _first_times(folder))
+    labels = join(exposures, OutcomeLog(folder / "outcomes").read(), OUTCOME_WINDOW_US, features.tasks,
                   int(np.max(exposures["served_at"].to_numpy())) + OUTCOME_WINDOW_US).rows
     whole = np.isfinite(table.replayed[:, 0])
     tasks, labelled = {}, 0
-    for column, task in enumerate(artifact.features.tasks):
+    for column, task in enumerate(features.tasks):
         mask = np.asarray(labels.label_mask[task.name], bool) & whole & np.isfinite(table.trained[:, column])
         labelled = labelled or int(mask.sum())
         tasks[task.name] = {split: tuple(_parts(task, column, labels.label[task.name], table, mask, groups))
@@ -194,14 +194,14 @@ class _Columns:
     splits: dict[str, tuple[list[str], np.ndarray]]
 
 
-def _look(looks: dict[str, _Looked]) -> Callable[[Again, np.ndarray, RequestBatch, Tensor, Tensor], None]:
+def _look(looks: dict[str, _Looked]) -> Callable[[ModelArtifact, np.ndarray, RequestBatch, Tensor, Tensor], None]:
     from semel.examples.predictions import features_checksums
     from semel.models.early_ranker import HIT, ROW
 
-    def look(again: Again, members: np.ndarray, batch: RequestBatch, hit: Tensor, written: Tensor) -> None:
+    def look(artifact: ModelArtifact, members: np.ndarray, batch: RequestBatch, hit: Tensor, written: Tensor) -> None:
         bare = replace(batch, candidate={name: value for name, value in batch.candidate.items()
                                          if name not in (ROW, HIT)})
-        live = score(again.artifact, bare).ranked_by
+        live = score(artifact, bare).ranked_by
         checksums, ends = features_checksums(bare), batch.candidate_offsets.tolist()
         for place, name in enumerate(batch.request_id):
             some = slice(*ends[place : place + 2])
@@ -210,13 +210,13 @@ def _look(looks: dict[str, _Looked]) -> Callable[[Again, np.ndarray, RequestBatc
     return look
 
 
-def _columns(artifact: ModelArtifact, exposures: pa.Table, found: list[Again], trained: pa.Table,
+def _columns(features: FeatureSpec, exposures: pa.Table, found: list[Again], trained: pa.Table,
              looks: dict[str, _Looked], first: Callable[[np.ndarray], np.ndarray] | None) -> _Columns:
     from semel.examples.rows import column_to_numpy, list_values
     from semel.features import stable_id
 
     values, offsets = list_values(exposures["candidates"], "candidates")
-    items, count = column_to_numpy(values), len(artifact.features.tasks)
+    items, count = column_to_numpy(values), len(features.tasks)
     lengths = np.diff(offsets)
     served = exposures["task_scores"].combine_chunks().flatten().to_numpy().reshape(len(items), -1)
     replayed = np.concatenate([again.tasks for again in found])[:, : served.shape[1]]
@@ -247,7 +247,7 @@ def _columns(artifact: ModelArtifact, exposures: pa.Table, found: list[Again], t
         splits["item age"] = [*ages, "not in the catalogue"], np.where(part < 0, len(ages), part)
     splits["history length"] = _bucket(HISTORIES, "50 or more", np.repeat(exposures["history_length"].to_numpy(),
                                                                            lengths))
-    return _Columns(served, replayed, _predicted(learned, artifact.features.tasks),
+    return _Columns(served, replayed, _predicted(learned, features.tasks),
                     np.concatenate([one.live for one in seen]), hit, offsets, splits)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +97,22 @@ def test_the_last_versions_stay_and_are_found_by_name(tmp_path):
     assert [one.version for one in model_versions(tmp_path)] == [saved[3][0], saved[4][0], again]
     with pytest.raises(ValueError, match="keep must be at least 1"):
         save_model(tmp_path, model, config("dlrm"), FEATURES, "m", keep=0)
+
+
+def test_the_cost_of_a_version_does_not_grow_with_how_many_are_kept(tmp_path, monkeypatch):
+    saved = [save_model(tmp_path, build("dlrm", seed=seed), config("dlrm"), FEATURES, "m", 9) for seed in range(8)]
+    reads, read_text = [], Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *given: reads.append(path.name) or read_text(path, *given))
+    assert load_model(tmp_path, saved[3]).version == saved[3]
+    assert len(reads) == 2  # the latest, and the one that is named
+    assert len(model_versions(tmp_path)) == 8
+    reads.clear()
+    save_model(tmp_path, build("dlrm", seed=8), config("dlrm"), FEATURES, "m", 9)
+    assert len(model_versions(tmp_path)) == 9 and len(reads) == 1  # the new one
+    for path in tmp_path.glob("model-*.json"):  # what was changed is read again, whatever was known of it
+        path.write_text(path.read_text() + " {")
+    with pytest.raises(ValueError, match="damaged"):
+        model_versions(tmp_path)
 
 
 def test_a_missing_unknown_or_damaged_model_is_one_clear_error(tmp_path):
