@@ -337,7 +337,7 @@ class HistoryStore:
         """The user ids with an event, or a deletion, of a version above ``after``, sorted: what a reader that keeps
         something by user has to look at again, also after compactions (through a frozen view on a later generation
         perhaps some more). What an erasure or retention took is not among them: where ``generation`` has changed, those
-        that ``keys`` has no longer, and where ``expired_before`` has, any."""
+        that ``keys`` has no longer, and any if ``expired_before`` is above 0."""
         from semel.history.reading import histories
 
         self._check_open()

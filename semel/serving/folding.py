@@ -120,10 +120,15 @@ class _Table:
         self.lock = threading.Lock()
         self._folding, self._catalogue, self._artifact = folding, folding._catalogue, folding.artifact
         self._memory = memory
-        self.version, self.expired_before = 0, 0
-        if self._catalogue is not None:
-            self.version, self.expired_before = self._catalogue.version, self._catalogue.expired_before
+        self.version = 0 if self._catalogue is None else self._catalogue.version
+        self._expired = self._expired_now()
         self._build()
+
+    def _expired_now(self) -> tuple[int, int] | None:
+        """What retention has taken: up to when, and the compaction that did, since one may also take what came late."""
+        if self._catalogue is None or self._catalogue.expired_before <= 0:
+            return None
+        return self._catalogue.expired_before, self._catalogue.generation
 
     def _build(self) -> None:
         from semel.memory import FoldedMemory
@@ -175,8 +180,9 @@ class _Table:
 
         if self._catalogue is None:
             return
-        if self._catalogue.expired_before != self.expired_before:
-            self.expired_before, self.version = self._catalogue.expired_before, max(version, self.version)
+        expired = self._expired_now()
+        if expired != self._expired:
+            self._expired, self.version = expired, max(version, self.version)
             self._build()
             return
         if version <= self.version:

@@ -88,10 +88,12 @@ class ItemIndex:
         return self._catalogue.version, self._catalogue.generation, self._catalogue.expired_before
 
     def _updated(self, items: Items, version: int, generation: int, expired_before: int) -> Items:
-        if items.version < 0 or expired_before != self._looked[2]:
+        compacted = generation != self._looked[1]
+        # Retention takes what is too old, and at each compaction what has come since and is.
+        if items.version < 0 or expired_before != self._looked[2] or (compacted and expired_before > 0):
             return Items.of(version, self._blocks(self._catalogue.keys(), version))
         changed = self._catalogue.changed_keys(items.version)
-        if generation != self._looked[1]:  # what was erased left no trace
+        if compacted:  # what was erased left no trace
             there = self._catalogue.keys()
             erased = [np.setdiff1d(block.ids, there, assume_unique=True) for block in items.blocks]
             changed = np.unique(np.concatenate([changed, *erased]))
