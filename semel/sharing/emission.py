@@ -68,7 +68,7 @@ class Emitter:
 
     def constant(self, value: torch.Tensor) -> fx.Node:
         """A tensor that is part of the graph."""
-        digest = hash(value.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest = hash(value.cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         alike = self._alike.setdefault((value.dtype, value.shape, digest), [])
         for name in alike:
             if torch.equal(self.constants[name], value):

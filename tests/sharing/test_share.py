@@ -163,6 +163,30 @@ def test_columns_of_one_wide_tensor(columns: Any) -> None:
     close(shared({"X": user[:, chosen]}, {"X": whole[:, others]}, torch.tensor(OFFSETS)), model(whole))
 
 
+class Strided(nn.Module):
+    """A constant that does not lie in one piece."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        weights = torch.arange(8, dtype=torch.float64)[::2]
+        if plain:
+            self.weights = weights
+        else:
+            self.register_buffer("weights", weights)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return (torch.cat([user, item], 1) * self.weights).sum(1)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_constants_of_any_layout(plain: bool) -> None:
+    model = Strided(plain).eval()
+    shared = untimed(model, (normal(2, 3), normal(2, 1)), request_inputs=["user"])
+    user, item = normal(2, 3, seed=1), normal(5, 1, seed=2)
+    close(shared({"user": user}, {"item": item}, [0, 2, 5]), model(spread(user, [0, 2, 5]), item))
+
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
