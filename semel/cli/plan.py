@@ -227,19 +227,31 @@ def validate(
 def calibrate(
     measured: Annotated[Path, typer.Argument(
         help="A CSV of measured operations, or a torch profiler trace (.json, .json.gz).")],
-    device: Annotated[str, typer.Option(help="The ready device, or TOML file, to start from.")],
-    out: Annotated[Path | None, typer.Option(help="Write the device file here.", show_default="print it")] = None,
+    device: Annotated[str | None, typer.Option(help="The ready device, or TOML file, to start from.")] = None,
+    link: Annotated[str | None, typer.Option(
+        help='In place of a device: the bandwidth that collectives were measured over ("400 Gbit/s").')] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the file here.", show_default="print it")] = None,
 ) -> None:
-    """Fit a device's efficiency curves to measured operations, and write it as a device file."""
-    from semel.planning.calibrate import calibrated, device_toml, read_table, read_trace
+    """Fit efficiency curves to measured operations: a device file, or the line `messages` for a level of a cluster."""
+    from semel.planning.calibrate import calibrated, device_toml, level_toml, read_table, read_trace
     from semel.planning.load import load_device
+    from semel.planning.units import parse
 
+    if (device is None) == (link is None):
+        raise ValueError("give --device, to fit a device's curves, or --link, to fit a level's")
     if out is not None and not out.parent.is_dir():
         raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}")
-    start = load_device(device)
     samples = read_trace(measured) if measured.name.endswith((".json", ".json.gz")) else read_table(measured)
-    text = device_toml(calibrated(start, samples), f"{len(samples)} operations of {measured.name}",
-                       start)
+    source = f"{len(samples)} operations of {measured.name}"
+    if link is not None:
+        bandwidth = parse(link, "bandwidth", "--link")
+        if not bandwidth > 0:
+            raise ValueError(f"--link {link}: must be above 0")
+        text = level_toml(samples, bandwidth, source)
+    else:
+        assert device is not None
+        start = load_device(device)
+        text = device_toml(calibrated(start, samples), source, start)
     if out is None:
         typer.echo(text, nl=False)
     else:

@@ -150,6 +150,12 @@ def calibrated(device: Device, samples: Sequence[Sample]) -> Device:
     return replace(device, **changed)
 
 
+def level_toml(samples: Sequence[Sample], bandwidth: float, source: str) -> str:
+    """The line ``messages`` for a level of a cluster file, by the samples' collectives over a link of ``bandwidth``
+    bytes/s; ValueError without any."""
+    return f"messages = {{ value = {_points(messages(samples, bandwidth))}, source = {json.dumps(source)} }}\n"
+
+
 def messages(samples: Sequence[Sample], bandwidth: float) -> Curve:
     """Share of ``bandwidth`` that ring all-reduces reach over their size, 2 (n-1)/n b / seconds; ValueError without."""
     found = [(s.sizes[0], 2 * (s.sizes[1] - 1) / s.sizes[1] * s.sizes[0] / s.seconds / bandwidth)
@@ -219,8 +225,6 @@ def golden(loss: Callable[[float], float], low: float, high: float, tolerance: f
 
 def device_toml(device: Device, source: str, start: Device | None = None) -> str:
     """A device file with these values, for ``semel plan calibrate``. What is as in ``start`` is called assumed."""
-    curve = lambda c: "[" + ", ".join(f"[{size:.6g}, {share:.4f}]" for size, share in c.points) + "]"  # noqa: E731
-
     def noted(name: str, value: str) -> str:
         kept = start is not None and getattr(device, name) == getattr(start, name)
         why = f"assumed = {json.dumps(f'as {device.name}, not measured')}" if kept else f"source = {json.dumps(source)}"
@@ -228,10 +232,14 @@ def device_toml(device: Device, source: str, start: Device | None = None) -> str
 
     lines = [f"name = {json.dumps(device.name)}", f"description = {json.dumps(f'{device.name}, calibrated: {source}')}",
              f'memory = "{device.memory:.0f} B"', f'memory_bandwidth = "{device.memory_bandwidth:.6g} B/s"',
-             noted("matmul", curve(device.matmul)), noted("attention", curve(device.attention)),
+             noted("matmul", _points(device.matmul)), noted("attention", _points(device.attention)),
              noted("vector", f"{device.vector:.4f}"),
              f'kernel = "{device.kernel:.6g} s"', f'reserved = "{device.reserved:.0f} B"',
              f'power = "{device.power:g} W"', f'price = "{device.price:g} $/h"', "", "[peak]"]
     lines += [f'{dtype} = "{rate:.6g} flop/s"' for dtype, rate in device.peak.items()]
     lines += ["", "[reached]", *(f"{dtype} = {share:.4f}" for dtype, share in device.reached.items())]
     return "\n".join(lines) + "\n"
+
+
+def _points(curve: Curve) -> str:
+    return "[" + ", ".join(f"[{size:.6g}, {share:.4f}]" for size, share in curve.points) + "]"

@@ -118,6 +118,28 @@ def test_calibrate_writes_a_device_that_loads(semel, files):
     assert load_device(files / "mine.toml").name == "h100"
 
 
+def test_calibrate_gives_a_level_what_its_messages_reach(semel, refused, files):
+    from semel.planning import load_cluster
+
+    sizes = [2.0**power for power in range(16, 31)]  # of 4 ranks over 50 Gbit/s, with 100 us a collective
+    rows = ["kind,bytes,ranks,seconds", *(f"collective,{size},4,{1.5 * size / 6.25e9 + 1e-4}" for size in sizes)]
+    table = files / "links.csv"
+    table.write_text("\n".join(rows) + "\n")
+    line = semel("plan", "calibrate", table, "--link", "50 Gbit/s").stdout
+    assert line.startswith("messages = ") and line.count("\n") == 1
+    cluster = CLUSTER.replace('bandwidth = "50 Gbit/s"', f'bandwidth = "50 Gbit/s"\n{line}', 1)
+    (files / "cluster.toml").write_text(cluster)
+    level = next(one for one in load_cluster(files / "cluster.toml").levels if one.bandwidth == 6.25e9)
+    for size in sizes:
+        assert level.messages(size) == pytest.approx(1 / (1 + 1e-4 / (1.5 * size / 6.25e9)), rel=0.01)
+    assert "--device, to fit" in refused("plan", "calibrate", table)
+    assert "--device, to fit" in refused("plan", "calibrate", table, "--device", "h100", "--link", "50 Gbit/s")
+    assert "no unit" in refused("plan", "calibrate", table, "--link", "50")
+    assert "must be above 0" in refused("plan", "calibrate", table, "--link", "0 Gbit/s")
+    table.write_text("kind,m,n,k,seconds\nmatmul,8,8,8,0.1\n")
+    assert "no collectives" in refused("plan", "calibrate", table, "--link", "50 Gbit/s")
+
+
 @pytest.mark.parametrize(("old", "new", "hint"), [
     ('bandwidth = "50 Gbit/s"', "bandwidth = 50", "no unit"), ('"50 Gbit/s"', '"50 Gbits"', "unknown unit"),
     ("oversubscription", "oversubscribtion", "did you mean 'oversubscription'"),
