@@ -14,12 +14,16 @@ from typing import Any
 from semel.planning.cluster import Cluster, Device
 from semel.planning.compute import harmonic, peak
 from semel.planning.curves import Curve
-from semel.planning.units import BYTES
+from semel.planning.units import BYTES, text
 from semel.planning.validate import Measurement, predicted, with_reached
 
 KINDS = {"matmul": ("m", "n", "k"), "attention": ("sequence", "flops"), "elementwise": ("bytes",),
          "collective": ("bytes", "ranks")}
 """Kinds of rows of a measured table, and their columns beside ``kind``, ``seconds`` and, if not bf16, ``dtype``."""
+
+
+FASTEST = 1.1
+"""Times a link's bandwidth that a measured collective may seem to reach: clocks are not exact."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +161,22 @@ def level_toml(samples: Sequence[Sample], bandwidth: float, source: str) -> str:
 
 
 def messages(samples: Sequence[Sample], bandwidth: float) -> Curve:
-    """Share of ``bandwidth`` that ring all-reduces reach over their size, 2 (n-1)/n b / seconds; ValueError without."""
-    found = [(s.sizes[0], 2 * (s.sizes[1] - 1) / s.sizes[1] * s.sizes[0] / s.seconds / bandwidth)
-             for s in samples if s.kind == "collective"]
+    """Share of ``bandwidth`` that ring all-reduces reach over their size, 2 (n-1)/n b / seconds; ValueError without
+    any, for one rank alone, and where they are faster than the link."""
+    found = []
+    for sample in samples:
+        if sample.kind != "collective":
+            continue
+        size, ranks = sample.sizes
+        if ranks < 2:
+            raise ValueError(f"a collective of {ranks:g} ranks sends nothing; give those of 2 or more")
+        found.append((size, 2 * (ranks - 1) / ranks * size / sample.seconds / bandwidth))
     if not found:
         raise ValueError("no collectives among the samples")
+    size, most = max(found, key=lambda each: each[1])
+    if most > FASTEST:
+        raise ValueError(f"a collective of {size:g} bytes is {most:.2f} times as fast as a link of "
+                         f"{text(bandwidth, 'bandwidth')} allows: is that the bandwidth of one device?")
     return fit_curve(found)
 
 

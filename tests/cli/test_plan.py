@@ -136,6 +136,9 @@ def test_calibrate_gives_a_level_what_its_messages_reach(semel, refused, files):
     assert "--device, to fit" in refused("plan", "calibrate", table, "--device", "h100", "--link", "50 Gbit/s")
     assert "no unit" in refused("plan", "calibrate", table, "--link", "50")
     assert "must be above 0" in refused("plan", "calibrate", table, "--link", "0 Gbit/s")
+    assert "times as fast as a link of" in refused("plan", "calibrate", table, "--link", "5 Gbit/s")
+    table.write_text("kind,bytes,ranks,seconds\ncollective,1000,1,0.1\n")
+    assert "sends nothing" in refused("plan", "calibrate", table, "--link", "50 Gbit/s")
     table.write_text("kind,m,n,k,seconds\nmatmul,8,8,8,0.1\n")
     assert "no collectives" in refused("plan", "calibrate", table, "--link", "50 Gbit/s")
 
