@@ -260,8 +260,7 @@ class HistoryStore:
     def lengths(self, pointers: Pointers, projection: Projection) -> tuple[np.ndarray, np.ndarray]:
         """([P] int64 lengths of the histories that ``read`` would return, [P] bool whether each is exact rather than
         an upper bound); no column but the group's is read."""
-        chosen = self._answer(_fetching().select, pointers, projection)
-        return chosen.count, np.ones(len(pointers), bool)
+        return self._answer(_fetching().count, pointers, projection), np.ones(len(pointers), bool)
 
     def _answer(self, function: Callable[..., T], pointers: Pointers, projection: Projection,
                 require_compacted: bool = False) -> T:

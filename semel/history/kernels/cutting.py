@@ -17,11 +17,9 @@ from semel.history.schema import Status
 
 KEY, FIRST_ROW, END_ROW, FIRST_VERSION, LAST_VERSION, LAST_TIME = range(6)
 """The fields of a user's record in a ``Lookup``, of eight: a cache line."""
-GROUP = 8
+GROUP = 16
 """Pointers whose memory is asked for together."""
-LINES = 10
-"""Cache lines of a block of times of 40 bits."""
-_3, _31 = np.uint64(3), np.uint64(31)
+_1, _3, _31 = np.uint64(1), np.uint64(3), np.uint64(31)
 _UNKNOWN_USER = Status.UNKNOWN_USER.value
 
 
@@ -128,10 +126,51 @@ def _step_of(index, a, b, bound):
 
 
 @kernel
-def _first_in_step(data, starts, step, a, b, bound):
-    """The first of the rows [a, b) of a step whose time is at least ``bound``; the end if none is."""
-    first = max(a, step << 7)
-    size = min(b, (step + 1) << 7) - first
+def _rows_of_step(step, a, b):
+    """Those of the rows [a, b) that are in the step."""
+    return max(a, step << 7), min(b, (step + 1) << 7)
+
+
+@kernel
+def _ask_for_middle(data, starts, step):
+    """Have the head and the middle of a step of times brought in."""
+    if starts == 0:
+        prefetch(data + (np.uint64((step << 7) + 64) << _3))
+    else:
+        at = starts + np.uint64(step << 2)
+        first, end = load32(at), load32(at + np.uint64(4))
+        prefetch(data + first)
+        prefetch(data + first + (end - first >> _1))
+
+
+@kernel
+def _half_of_step(data, starts, step, a, b, bound):
+    """The half of the rows [a, b) of a step in which the first lies whose time is at least ``bound``, or at whose end
+    if none of it is; it is asked for."""
+    if a >= b:
+        return a, b
+    middle = a + ((b - a) >> 1)
+    if starts == 0:
+        values, width = data + (np.uint64(step << 7) << _3), np.uint64(64)
+        before = _time_at(data, middle) < bound
+    else:
+        values, width, base, scale = block_header(data, starts, np.uint64(step))
+        before = np.int64(base + scale * lane_value(values, width, np.uint64(middle & 127))) < bound
+    a, b = (middle + 1, b) if before else (a, middle)
+    if a < b:
+        line = values + (np.uint64(a & 127) * width >> _3)
+        end = values + (np.uint64(((b - 1) & 127) + 1) * width >> _3)
+        while line < end:
+            prefetch(line)
+            line += np.uint64(64)
+        prefetch(end)
+    return a, b
+
+
+@kernel
+def _first_of(data, starts, step, a, b, bound):
+    """The first of the rows [a, b) of a step whose time is at least ``bound``; b if none is."""
+    first, size = a, b - a
     if starts == 0:
         while size > 0:
             half = size >> 1
@@ -151,19 +190,20 @@ def _first_in_step(data, starts, step, a, b, bound):
 
 @kernel
 def cut(start, stop, shard_of, user, first_user, records, first_step, time_index, times, as_of, version, since, most,
-        low, high, plain, begin, count, status):
+        enough, low, high, plain, begin, count, status):
     """The rows [low, high) of user[p] (-1: not here) with ``since <= event_time < as_of``, whether all rows of the user
-    are of visible versions (plain), and if so the newest ``most``: begin, count. Returns whether all are plain."""
+    are of visible versions (plain), and if so the newest ``most``: begin, count. Returns whether all are plain. Where a
+    plain pointer has ``enough`` rows for sure ``high`` may be too low by less than a step: it has as many."""
     all_plain = True
-    step = np.empty(GROUP, np.int64)
+    step, first, end = np.empty((3, GROUP), np.int64)
     for group in range(start, stop, GROUP):  # a group's memory is asked for before any of it is waited for
         last = min(group + GROUP, stop)
         for p in range(group, last):
             if user[p] >= 0:
                 record = records[first_user[shard_of[p]] + user[p]]
                 if record[LAST_TIME] >= as_of[p]:
-                    first = first_step[shard_of[p]]
-                    _prefetch_middles(time_index, first + (record[FIRST_ROW] >> 7), first + (record[END_ROW] >> 7))
+                    index = first_step[shard_of[p]]
+                    _prefetch_middles(time_index, index + (record[FIRST_ROW] >> 7), index + (record[END_ROW] >> 7))
         for p in range(group, last):
             low[p] = 0
             high[p] = 0
@@ -183,24 +223,29 @@ def cut(start, stop, shard_of, user, first_user, records, first_step, time_index
             status[p] = 0  # OK
             if record[LAST_TIME] >= as_of[p]:
                 at = _step_of(time_index[first_step[shard] :], low[p], high[p], as_of[p])
+                if plain[p] and (at << 7) - low[p] >= enough:
+                    high[p] = at << 7
+                    continue
                 step[p - group] = at
                 prefetch(times[shard, 1] + np.uint64(at << 2))
         for p in range(group, last):
+            if step[p - group] >= 0:
+                _ask_for_middle(times[shard_of[p], 0], times[shard_of[p], 1], step[p - group])
+        for p in range(group, last):
             at = step[p - group]
             if at >= 0:
-                data, starts = times[shard_of[p], 0], times[shard_of[p], 1]
-                if starts != 0:
-                    block = data + load32(starts + np.uint64(at << 2))
-                    for line in range(LINES):
-                        prefetch(block + np.uint64(64 * line))
+                a, b = _rows_of_step(at, low[p], high[p])
+                first[p - group], end[p - group] = _half_of_step(times[shard_of[p], 0], times[shard_of[p], 1], at, a, b,
+                                                                 as_of[p])
         for p in range(group, last):
             at = step[p - group]
             data, starts = times[shard_of[p], 0], times[shard_of[p], 1]
             if at >= 0:
-                high[p] = _first_in_step(data, starts, at, low[p], high[p], as_of[p])
+                high[p] = _first_of(data, starts, at, first[p - group], end[p - group], as_of[p])
             if since > 0 and low[p] < high[p]:
                 at = _step_of(time_index[first_step[shard_of[p]] :], low[p], high[p], since)
-                low[p] = _first_in_step(data, starts, at, low[p], high[p], since)
+                a, b = _rows_of_step(at, low[p], high[p])
+                low[p] = _first_of(data, starts, at, a, b, since)
             begin[p] = max(low[p], high[p] - most)
             count[p] = high[p] - begin[p]
     return all_plain
@@ -208,8 +253,8 @@ def cut(start, stop, shard_of, user, first_user, records, first_step, time_index
 
 @kernel
 def cut_integers(start, stop, keys, first_slot, slots, shard_of, user, first_user, records, first_step,
-                 time_index, times, as_of, version, since, most, low, high, plain, begin, count, status):
+                 time_index, times, as_of, version, since, most, enough, low, high, plain, begin, count, status):
     """``cut``, with the users found first."""
     find_integers(start, stop, keys, shard_of, first_user, records, first_slot, slots, user)
     return cut(start, stop, shard_of, user, first_user, records, first_step, time_index, times, as_of, version, since,
-               most, low, high, plain, begin, count, status)
+               most, enough, low, high, plain, begin, count, status)

@@ -43,13 +43,13 @@ def read(view: View, schema: EventSchema, pointers: Pointers, projection: Projec
     return histories.read(view, schema, pointers, projection)
 
 
-def select(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> histories.Selection:
-    """``histories.select`` of any view. Raises GenerationGone."""
+def count(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> np.ndarray:
+    """``histories.count`` of any view. Raises GenerationGone."""
     generation = view.generation.for_read()
     if generation is not None:
         view = replace(view, generation=generation)
         _fetch_tests(view, pointers, projection)
-    return histories.select(view, schema, pointers, projection)
+    return histories.count(view, schema, pointers, projection)
 
 
 def count_users(view: View) -> int:
@@ -61,8 +61,8 @@ def count_users(view: View) -> int:
         return kept + len(users)
     schema = view.generation.schema
     pointers = Pointers(users, np.array(np.iinfo(np.int64).max), np.array(view.version))
-    there = select(replace(view, tail=Tail.empty(schema)), schema, pointers, Projection((), last=1))
-    return kept + int(np.count_nonzero(there.count == 0))
+    there = count(replace(view, tail=Tail.empty(schema)), schema, pointers, Projection((), last=1))
+    return kept + int(np.count_nonzero(there == 0))
 
 
 class _Users:

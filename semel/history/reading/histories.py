@@ -60,13 +60,26 @@ def group_codes(view: View, schema: EventSchema, projection: Projection) -> np.n
 
 def select(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> Selection:
     """The rows that ``pointers`` see through ``projection``."""
-    touched = view.deletions.marks.has(pointers.user_id) if view.deletions else _NO_MARK
-    if not touched.any():
-        touched = _NO_MARK
+    touched = _touched(view, pointers)
     chosen = _select(view, schema, pointers, projection, touched)
     if len(touched) or len(view.generation.deleted) or len(view.generation.expired):
         _explain(view, schema, pointers, projection, touched, chosen)
     return chosen
+
+
+def count(view: View, schema: EventSchema, pointers: Pointers, projection: Projection) -> np.ndarray:
+    """How many rows those are, [P] int64. Where a user has ``last`` rows for sure it is not looked up which."""
+    touched = _touched(view, pointers)
+    enough = projection.last
+    if enough is None or len(touched) or projection.since is not None or projection.groups is not None:
+        enough = _NO_LIMIT
+    return _select(view, schema, pointers, projection, touched, enough).count
+
+
+def _touched(view: View, pointers: Pointers) -> np.ndarray:
+    """Which of the users have deletions in the log; empty where none have."""
+    touched = view.deletions.marks.has(pointers.user_id) if view.deletions else _NO_MARK
+    return touched if touched.any() else _NO_MARK
 
 
 def _explain(view: View, schema: EventSchema, pointers: Pointers, projection: Projection, touched: np.ndarray,
@@ -99,8 +112,9 @@ def _explain(view: View, schema: EventSchema, pointers: Pointers, projection: Pr
 
 
 def _select(view: View, schema: EventSchema, pointers: Pointers, projection: Projection, touched: np.ndarray,
-            ) -> Selection:
-    """``touched`` [P]: which users have deletions in the log; empty where none have."""
+            enough: int = _NO_LIMIT) -> Selection:
+    """``touched`` [P]: see ``_touched``. Where the generation has ``enough`` rows for a pointer it does not
+    matter which they are."""
     size = len(pointers)
     before, gone = _NO_GROUPS, _NO_GONE
     if len(touched):
@@ -129,7 +143,7 @@ def _select(view: View, schema: EventSchema, pointers: Pointers, projection: Pro
     lookup.need(shard_of)
     times = lookup.column("event_time").values.of(shard_of)
     by_user = (shard_of, user, lookup.first_user, lookup.records, lookup.first_step, lookup.time_index, times, as_of,
-               version, since, most, low, high, plain, begin, count, status)
+               version, since, most, enough, low, high, plain, begin, count, status)
 
     def cut(start: int, stop: int) -> bool:
         if schema.string_keys:

@@ -12,6 +12,7 @@ from semel.history.generation.generation import FileWriter
 
 SCHEMA = {"n": pa.int32(), "pair": pa.list_(pa.int8(), 2)}
 SIZES = (1, 3, 127, 128, 129, 255, 256, 257, 640, 1500)
+DELETED = 4
 
 
 def fill(store, keys, span, seed=0):
@@ -59,6 +60,30 @@ def test_cuts_equal_a_scan(filled, data, last, since):
         assert lengths[row] == len(want)
     alone = store.read(pointers[0], projection)
     assert np.array_equal(alone["n"][0], whole["n"][0]) and alone.status[0] == whole.status[0] == 0
+
+
+@pytest.mark.parametrize("last", [1, 100, 300, 700])
+def test_lengths_are_those_of_reads_over_several_versions_a_log_and_deletions(versions, last):
+    random, size = np.random.default_rng(last), 3000
+    user = random.integers(0, len(SIZES), size)
+    pointers = Pointers(user, random.integers(0, 710_000, size), random.integers(0, versions.version + 1, size))
+    projection = Projection(("n",), last=last)
+    for asked in (pointers, pointers[np.flatnonzero(user != DELETED)]):
+        lengths, exact = versions.lengths(asked, projection)
+        assert exact.all() and np.array_equal(lengths, versions.read(asked, projection).lengths)
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    """Two versions compacted, one in the log, and a user's deletion there."""
+    keys = pa.array(range(len(SIZES)))
+    with HistoryStore.create(tmp_path_factory.mktemp("cuts") / "store", EventSchema(SCHEMA), shards=2) as store:
+        fill(store, keys, span=700)
+        fill(store, keys, span=500, seed=1)
+        store.compact()
+        fill(store, keys, span=700, seed=2)
+        store.delete(user_ids=[DELETED])
+        yield store
 
 
 def test_many_pointers_are_shared_among_threads(filled):
