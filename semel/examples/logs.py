@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -75,14 +75,16 @@ class _Segments:
     def segments(self) -> list[Path]:
         return sorted(path for path in self.path.glob("*.log") if path.stem.isdigit())
 
-    def read(self) -> pa.Table:
+    def tables(self) -> Iterator[pa.Table]:
         schema = self.stored_schema() or self._schema(None, None)
-        tables = [schema.empty_table()]
         for path in self.segments():
             for _, batch in read_segments(path):
                 table = pa.Table.from_batches([batch])
-                tables.append(table if table.schema == schema else conform(table, schema, str(path)))
-        return pa.concat_tables(tables)
+                yield table if table.schema == schema else conform(table, schema, str(path))
+
+    def read(self) -> pa.Table:
+        schema = self.stored_schema() or self._schema(None, None)
+        return pa.concat_tables([schema.empty_table(), *self.tables()])
 
     def close(self) -> None:
         if self._writer is not None:
@@ -110,6 +112,10 @@ class ExposureLog:
     def read(self) -> pa.Table:
         """All exposures that are durable now; an empty table where there is no log."""
         return self._log.read()
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The same a record at a time: what was appended together."""
+        return self._log.tables()
 
     def close(self) -> None:
         with self._log.lock:
@@ -177,6 +183,10 @@ class OutcomeLog:
     def read(self) -> pa.Table:
         """All outcomes that are durable now; an empty table where there is no log."""
         return self._log.read()
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The same a record at a time."""
+        return self._log.tables()
 
     def forget(self) -> None:
         """Close the segment, and know keys no longer but from the disk: somebody is about to rewrite it."""

@@ -98,8 +98,10 @@ class Joiner:
         """The files that are new. ``now``: microseconds of the server's clock."""
         self._read(now)
         written = []
-        while (path := self._write(now)) is not None:
-            written.append(path)
+        while exposures := self._closed(now):
+            path = self._write(pa.concat_tables(exposures), now)
+            if path is not None:
+                written.append(path)
         self._forget(now)
         return written
 
@@ -129,20 +131,23 @@ class Joiner:
     def _joined_lately(self) -> set[str]:
         return set().union(*(ids for _, ids in self._recent))
 
-    def _write(self, now: int) -> Path | None:
-        """One file of the exposures whose window has closed, in the order of the log; None where there are none."""
+    def _closed(self, now: int) -> list[pa.Table]:
+        """The next exposures whose window has closed, in the order of the log, as many as one file takes."""
         closed = now - self._window - GRACE_US
         parts, rows = [], 0
         for table, *_ in self._pending:
             open_ = np.flatnonzero(table["served_at"].to_numpy() > closed)
             take = min(int(open_[0]) if len(open_) else len(table), MOST_A_FILE - rows)
-            parts.append(table.slice(0, take))
+            if take:
+                parts.append(table.slice(0, take))
             rows += take
             if take < len(table):
                 break
-        if not rows:
-            return None
-        exposures = pa.concat_tables(parts)
+        return parts
+
+    def _write(self, exposures: pa.Table, now: int) -> Path | None:
+        """A file of the first pending ``exposures``, joined; None where none has a label."""
+        rows = len(exposures)
         outcomes = pa.concat_tables([table for table, _ in self._held]) if self._held else \
             outcome_schema(item_id=exposures.schema.field("candidates").type.value_type).empty_table()
         report = join(exposures, outcomes, self._window, self._tasks, now, self._request)
@@ -168,7 +173,7 @@ class Joiner:
         self._recent.append((now, set(exposures["request_id"].to_pylist())))
         self._drop(rows)
         self._save()
-        return path if path is not None else self._write(now)
+        return path
 
     def _score(self, exposures: pa.Table, rows: Any) -> None:
         """Add up the log loss of what was served, over the labels that the trainer will see."""

@@ -28,6 +28,8 @@ CREATE INDEX IF NOT EXISTS by_time ON answers (answered_at);
 """
 
 
+PAGE = 512
+"""Answers that are read at once."""
 _FORGOTTEN = "SELECT COALESCE(MAX(value), 0) FROM position WHERE name = 'forgotten'"
 
 
@@ -113,18 +115,28 @@ class Ledger:
 
     def answers(self, where: str = "1", most: int = -1) -> Iterator[Answer]:
         """In the order of the answers; ``most`` of the last ones."""
-        order = "place" if most < 0 else "place DESC LIMIT " + str(most)
-        rows = self._rows("SELECT number, request_id, user_id, answered_at, model_version, shown, events, outcomes "
-                          f"FROM answers WHERE {where} ORDER BY {order}")
-        for row in rows if most < 0 else reversed(rows):
-            yield Answer(row[0], row[1], json.loads(row[2]), row[3], row[4], [tuple(s) for s in json.loads(row[5])],
-                         json.loads(row[6]), json.loads(row[7]))
+        return (answer for answer, *_ in self.accounts(where, most))
+
+    def accounts(self, where: str = "1", most: int = -1) -> Iterator[tuple[Answer, bool, bool]]:
+        """Answers, each with whether its events and its outcomes were acknowledged. A page at a time: an hour's take
+        hundreds of megabytes."""
+        place = -1
+        if most >= 0:
+            found = self._rows("SELECT MIN(place) - 1 FROM (SELECT place FROM answers WHERE " + where +
+                               " ORDER BY place DESC LIMIT ?)", (most,))
+            place = -1 if found[0][0] is None else found[0][0]
+        while rows := self._rows(
+                "SELECT number, request_id, user_id, answered_at, model_version, shown, events, outcomes, "
+                "events_at IS NOT NULL, outcomes_at IS NOT NULL, place FROM answers "
+                f"WHERE ({where}) AND place > ? ORDER BY place LIMIT {PAGE}", (place,)):
+            for row in rows:
+                yield Answer(row[0], row[1], json.loads(row[2]), row[3], row[4],
+                             [tuple(s) for s in json.loads(row[5])], json.loads(row[6]),
+                             json.loads(row[7])), bool(row[8]), bool(row[9])
+            place = rows[-1][-1]
 
     def unsent(self, kind: str) -> list[Answer]:
         return list(self.answers(f"{kind}_at IS NULL"))
-
-    def acknowledged(self, kind: str) -> Iterator[Answer]:
-        return self.answers(f"{kind}_at IS NOT NULL")
 
     def counts(self) -> dict[str, int]:
         """Answers so far, and how many of them have acknowledged events and outcomes."""

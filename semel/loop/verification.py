@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ WARM_UP_SHARE = 0.4
 STEADY_S = 240.0
 GROWTH_MB, GROWTH_SHARE = 24.0, 0.08
 """Memory that a process may gain after its warm-up and still count as steady: allocators and caches breathe."""
+USERS_A_READ = 256
 END_OF_TIME = int(np.iinfo(np.int64).max)
 
 
@@ -61,69 +62,128 @@ def verify(folder: LoopFolder, replay_all: bool = True, progress: Callable[[int,
            ) -> Verification:
     """Compare the driver's ledger with the store and the logs, and replay every exposure. To be called when the loop
     has ended. Raises FileNotFoundError where there is none."""
-    from semel.examples import ExposureLog, OutcomeLog
-
     with Ledger(folder.ledger, read_only=True) as ledger:
-        events = _events(folder, ledger)
-        outcomes = _outcomes(OutcomeLog(folder.store / "outcomes").read()["outcome_key"].to_pylist(), ledger)
+        sent = _Sent.of(ledger)
         items = _items(folder, ledger)
-        exposures = ExposureLog(folder.store / "exposures").read()
-        known = set(exposures["request_id"].to_pylist())
-        answers = [answer.request_id for answer in ledger.answers()]
+    events, outcomes, logged = _events(folder, sent), _outcomes(folder, sent), _Logged.of(folder)
     replayed = None
-    if replay_all and len(exposures):
+    if replay_all and len(logged.requests):
         replayed = _replay(folder, progress)
-    scores = exposures["scores"].combine_chunks().flatten().to_numpy() if len(exposures) else np.empty(0)
-    scored = exposures["scored"].combine_chunks().flatten().to_numpy(zero_copy_only=False) if len(exposures) else scores
     return Verification(
-        answers=len(answers), **events, **outcomes, **items, exposures=len(exposures),
-        answers_not_logged=sum(one not in known for one in answers),
-        coverage=float((np.isfinite(scores) & scored.astype(bool)).mean()) if len(scores) else None,
+        answers=len(sent.requests), **events, **outcomes, **items, exposures=len(logged.requests),
+        answers_not_logged=int((~np.isin(sent.requests, logged.requests)).sum()), coverage=logged.coverage,
         replayed=replayed, growth=memory_growth(folder.samples))
 
 
-def _events(folder: LoopFolder, ledger: Ledger) -> dict[str, int]:
+class _Digests:
+    """Eight bytes for each of many keys; a key that is lost is taken for another with a chance of its number in
+    2**64."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def add(self, key: object) -> None:
+        self._bytes += blake2b(repr(key).encode(), digest_size=8).digest()
+
+    def array(self) -> np.ndarray:
+        return np.frombuffer(bytes(self._bytes), np.uint64)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Digests of what the ledger has: ids of answered requests, events, of these the acknowledged ones, and the
+    acknowledged labels. ``users``: who sent events."""
+
+    requests: np.ndarray
+    events: np.ndarray
+    events_acknowledged: np.ndarray
+    labels_acknowledged: np.ndarray
+    users: set[Any]
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> _Sent:
+        requests, events, acknowledged, labels = _Digests(), _Digests(), _Digests(), _Digests()
+        users: set[Any] = set()
+        for answer, has_events, has_outcomes in ledger.accounts():
+            requests.add(answer.request_id)
+            for row in answer.events:
+                users.add(row["user_id"])
+                key = row["user_id"], row["item_id"], row["event_time"]
+                events.add(key)
+                if has_events:
+                    acknowledged.add(key)
+            for row in answer.outcomes if has_outcomes else ():
+                for task in row["label"]:
+                    labels.add(f"{row['outcome_key']}/{task}")
+        return cls(requests.array(), events.array(), acknowledged.array(), labels.array(), users)
+
+
+def _events(folder: LoopFolder, sent: _Sent) -> dict[str, int]:
     from semel.batch import Pointers
     from semel.history import HistoryStore, Projection
 
-    sent: Counter[tuple[Any, Any, int]] = Counter()
-    acknowledged: Counter[tuple[Any, Any, int]] = Counter()
-    for answer in ledger.answers():
-        sent.update(map(_event, answer.events))
-    for answer in ledger.acknowledged("events"):
-        acknowledged.update(map(_event, answer.events))
-    stored: Counter[tuple[Any, Any, int]] = Counter()
+    stored = _Digests()
     with HistoryStore.open(folder.store) as store:
         users = np.asarray(store.keys())
-        wanted = {user for user, *_ in sent}
-        users = users[[user in wanted for user in users.tolist()]]
-        for low in range(0, len(users), 4096):
-            part = users[low : low + 4096]
+        users = users[[user in sent.users for user in users.tolist()]]
+        for low in range(0, len(users), USERS_A_READ):
+            part = users[low : low + USERS_A_READ]
             table = store.read(Pointers(part, np.full(len(part), END_OF_TIME), np.full(len(part), store.version)),
                                Projection(("event_time", "item_id")))
             items = table.strings("item_id") if "item_id" in (table.dictionaries or {}) else table.columns["item_id"]
             owner = np.repeat(part, np.diff(table.offsets))
-            stored.update(key for key in zip(owner.tolist(), np.asarray(items).tolist(),
-                                             table.columns["event_time"].tolist(), strict=True) if key in sent)
-    return {"events": acknowledged.total(), "events_lost": (acknowledged - stored).total(),
-            "events_repeated": (stored - sent).total()}
+            for key in zip(owner.tolist(), np.asarray(items).tolist(), table.columns["event_time"].tolist(),
+                           strict=True):
+                stored.add(key)
+    there = stored.array()
+    there = there[np.isin(there, sent.events)]  # the rest is the past that the store began with
+    return {"events": len(sent.events_acknowledged), "events_lost": _more(sent.events_acknowledged, there),
+            "events_repeated": _more(there, sent.events)}
 
 
-def _event(row: dict[str, Any]) -> tuple[Any, Any, int]:
-    return row["user_id"], row["item_id"], row["event_time"]
+def _more(keys: np.ndarray, others: np.ndarray) -> int:
+    """How many of ``keys`` are there more often than among ``others``, each as often as it is."""
+    own, count = np.unique(keys, return_counts=True)
+    there, often = np.unique(others, return_counts=True)
+    place = np.minimum(np.searchsorted(there, own), max(0, len(there) - 1))
+    has = np.where(there[place] == own, often[place], 0) if len(there) else np.zeros(len(own), np.int64)
+    return int(np.maximum(count - has, 0).sum())
 
 
-def _outcomes(logged: Sequence[str | None], ledger: Ledger) -> dict[str, int]:
+def _outcomes(folder: LoopFolder, sent: _Sent) -> dict[str, int]:
     """Keys of labels: a key of an outcome, and its task."""
+    from semel.examples import OutcomeLog
 
-    def keys(answers: Any) -> list[str]:
-        return [f"{row['outcome_key']}/{task}" for answer in answers for row in answer.outcomes
-                for task in row["label"]]
+    logged = _Digests()
+    for table in OutcomeLog(folder.store / "outcomes").tables():
+        for key in table["outcome_key"].drop_null().to_pylist():
+            logged.add(key)
+    there = logged.array()
+    return {"outcomes": len(sent.labels_acknowledged),
+            "outcomes_lost": int((~np.isin(sent.labels_acknowledged, there)).sum()),
+            "outcomes_repeated": len(there) - len(np.unique(there))}
 
-    there = Counter(key for key in logged if key is not None)
-    acknowledged = keys(ledger.acknowledged("outcomes"))
-    return {"outcomes": len(acknowledged), "outcomes_lost": sum(key not in there for key in acknowledged),
-            "outcomes_repeated": sum(count - 1 for count in there.values())}
+
+@dataclass(frozen=True)
+class _Logged:
+    """Of the exposures: digests of the requests' ids, and the share of candidates with a finite score."""
+
+    requests: np.ndarray
+    coverage: float | None
+
+    @classmethod
+    def of(cls, folder: LoopFolder) -> _Logged:
+        from semel.examples import ExposureLog
+
+        requests, scored, candidates = _Digests(), 0, 0
+        for table in ExposureLog(folder.store / "exposures").tables():
+            for request in table["request_id"].to_pylist():
+                requests.add(request)
+            scores = table["scores"].combine_chunks().flatten().to_numpy()
+            told = table["scored"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            scored += int((np.isfinite(scores) & told.astype(bool)).sum())
+            candidates += len(scores)
+        return cls(requests.array(), scored / candidates if candidates else None)
 
 
 def _items(folder: LoopFolder, ledger: Ledger) -> dict[str, int]:
@@ -153,13 +213,14 @@ def memory_growth(samples: Path) -> dict[str, dict[str, float]]:
     ``steady``."""
     lives: dict[tuple[str, int], list[tuple[float, float]]] = {}
     if samples.exists():
-        for line in samples.read_text().splitlines():
-            if not line.endswith("}"):
-                continue
-            one = json.loads(line)
-            for name, facts in one["processes"].items():
-                if facts["pid"] is not None and facts["rss_mb"]:
-                    lives.setdefault((name, facts["pid"]), []).append((one["time"], facts["rss_mb"]))
+        with samples.open() as lines:
+            for line in lines:
+                if not line.rstrip().endswith("}"):
+                    continue
+                one = json.loads(line)
+                for name, facts in one["processes"].items():
+                    if facts["pid"] is not None and facts["rss_mb"]:
+                        lives.setdefault((name, facts["pid"]), []).append((one["time"], facts["rss_mb"]))
     longest: dict[str, list[tuple[float, float]]] = {}
     for (name, _), series in lives.items():
         if series[-1][0] - series[0][0] > (longest[name][-1][0] - longest[name][0][0] if name in longest else STEADY_S):

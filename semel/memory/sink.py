@@ -87,7 +87,7 @@ class ObjectSink:
         try:
             self._store: Any = from_url(url)
         except Exception as error:
-            raise ValueError(f"{url}: {error}") from None
+            raise ValueError(f"{url}: {_said(error)}") from None
 
     def create(self, name: str, content: bytes) -> None:
         import obstore
@@ -98,7 +98,7 @@ class ObjectSink:
         except (AlreadyExistsError, PreconditionError):
             raise FileExistsError(f"{self.url}/{name} exists already") from None
         except BaseError as error:
-            raise OSError(f"{self.url}/{name}: {error}") from error
+            raise OSError(f"{self.url}/{name}: {_said(error)}") from error
 
     def read(self, name: str) -> bytes:
         import obstore
@@ -109,7 +109,7 @@ class ObjectSink:
         except FileNotFoundError:
             raise
         except BaseError as error:
-            raise OSError(f"{self.url}/{name}: {error}") from error
+            raise OSError(f"{self.url}/{name}: {_said(error)}") from error
 
     def names(self, prefix: str = "") -> list[str]:
         import obstore
@@ -119,7 +119,7 @@ class ObjectSink:
             return sorted(item["path"] for part in obstore.list(self._store, prefix.rstrip("/") or None)
                           for item in part)
         except BaseError as error:
-            raise OSError(f"{self.url}/{prefix}: {error}") from error
+            raise OSError(f"{self.url}/{prefix}: {_said(error)}") from error
 
     def remove(self, name: str) -> None:
         import obstore
@@ -130,7 +130,12 @@ class ObjectSink:
         except FileNotFoundError:
             pass
         except BaseError as error:
-            raise OSError(f"{self.url}/{name}: {error}") from error
+            raise OSError(f"{self.url}/{name}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """Without the structures of the client that obstore prints below its message."""
+    return str(error).partition("\n")[0]
 
 
 _OBJECTS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https", "memory")

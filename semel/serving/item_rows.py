@@ -16,21 +16,41 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 
 
-def subscribe(artifact: Any, url: str | Path) -> DeltaSubscriber | None:
-    """For a model that has a memory, its rows at ``url``, followed from now on; None for another model. Raises
-    ValueError for a log that does not fit the model or that cannot be read now."""
+def subscribe(artifact: Any, run: Path, url: str | Path | None = None) -> DeltaSubscriber | None:
+    """For the model of ``run``, if it has a memory, its rows at ``url`` (None: ``run / "memory"``), followed from now
+    on; None for another model. Raises ValueError for a log that does not fit the model or that cannot be read now, and
+    for a ``url`` that a model without a memory would never read, or at which lies something else; FileNotFoundError
+    for a folder that is not there. A log that nobody has begun yet is waited for."""
     from semel.memory import CorruptDelta, DeltaGap, DeltaSubscriber
     from semel.models.early_ranker import memory_layer
 
     if memory_layer(artifact.model) is None:
-        return None
+        if url is None:
+            return None
+        raise ValueError(f"memory {url}: model {artifact.version} of {run} has no item memory and would read nothing "
+                         "there; leave it out, or serve a model that has one (the recipes ..._memory train such)")
+    told, url = url is not None, run / "memory" if url is None else url
     rows = DeltaSubscriber(url)
     try:
         rows.poll()
     except (CorruptDelta, DeltaGap) as error:
         raise ValueError(f"the item memory at {url} cannot be read: {error}") from None
+    if told and rows.memory is None:
+        _check_unbegun(rows)
     check_width(artifact, rows)
     return rows.start(POLL_S)
+
+
+def _check_unbegun(rows: DeltaSubscriber) -> None:
+    """Raises where ``rows``, whose log nobody has begun, can hardly have been meant."""
+    from semel.memory.sink import FolderSink
+
+    url, remedy = rows.sink.url, "name what training publishes to (memory.url of its recipe, by default RUN/memory)"
+    if isinstance(rows.sink, FolderSink) and not rows.sink.path.is_dir():
+        raise FileNotFoundError(f"memory {url}: there is no such folder; {remedy}")
+    names = rows.sink.names()
+    if names and not any(name.endswith("/epoch.json") for name in names):
+        raise ValueError(f"memory {url}: {names[0]} lies there, which is of no log of deltas; {remedy}")
 
 
 def first_model(url: str | Path, run: Path) -> None:

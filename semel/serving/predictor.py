@@ -120,8 +120,9 @@ class Predictor:
         ``retrieve``, ``prerank``: runs whose models do these stages. Weights that training saves into a run later are
         swapped in within a second (``versions``), and so are item rows that it publishes to ``memory`` (by default the
         run's own folder of that name). Where that log has weights too, they are put into ``run``, which may be a folder
-        that is not there yet. Raises FileNotFoundError for a missing run or store, ValueError where the store
-        lacks a history column that the model reads, StoreLocked where ``"a"`` meets another writer.
+        that is not there yet. Raises FileNotFoundError for a missing run, store or folder of ``memory``, ValueError
+        where the store lacks a history column that the model reads or ``memory`` is given to a model without one,
+        StoreLocked where ``"a"`` meets another writer.
         """
         run = Path(run)
         from semel.examples.logs import ExposureLog
@@ -151,7 +152,7 @@ class Predictor:
                 catalogue = opened.enter_context(HistoryStore.open(folder / "catalogue", mode=mode))
             _check_columns(run, artifact, store, catalogue)
             log = exposures or (ExposureLog(folder / "exposures") if log_exposures else None)
-            rows = subscribe(artifact, run / "memory" if memory is None else memory)
+            rows = subscribe(artifact, run, memory)
             if rows is not None:
                 opened.callback(rows.close)
             predictor = cls(artifact, store, catalogue, memory=rows, exposures=log, max_candidates=max_candidates,
@@ -182,7 +183,7 @@ class Predictor:
             raise FileNotFoundError(f"no run at {run}; train one with `semel train`")
         artifact = load_model(run)
         _check_columns(run, artifact, self.store, self.catalogue)
-        rows = subscribe(artifact, run / "memory")
+        rows = subscribe(artifact, run)
         other = Predictor(artifact, self.store, self.catalogue, memory=rows, max_candidates=self.max_candidates,
                           share=self.share)
         if other.item_type != self.item_type:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,12 +16,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from semel.serving.logged import Survey, parts, survey
 from semel.serving.scoring import Way, on_path, score
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from semel.batch import RequestBatch, RequestRows
+    from semel.features import Task
     from semel.memory import MemoryHistory
     from semel.models import ModelArtifact
 
@@ -91,64 +94,123 @@ def replay(run: str | Path, store: str | Path, limit: int | None = None,
     for what, path in (("run", run), ("store", folder)):
         if not path.exists():
             raise FileNotFoundError(f"no {what} at {path}")
-    from semel.examples import ExposureLog, OutcomeLog
-    from semel.models import current_version, model_versions
+    from semel.examples import ExposureLog
+    from semel.models import current_version, load_model, model_versions
 
     latest = current_version(run)
-    log = ExposureLog(folder / "exposures").read()
-    if not len(log):
+    log = ExposureLog(folder / "exposures")
+    found = survey(log, {latest, *(one.version for one in model_versions(run))}, limit)
+    if not found.total:
         raise FileNotFoundError(f"no exposures under {folder}; rank something first (semel serve, POST /v1/rank)")
-    exposures, others = _of_models(log, {latest, *(one.version for one in model_versions(run))}, latest, limit)
-    found = score_again(run, folder, exposures, memory, progress)
-    gone = sum(again.memory_gone for again in found)
-    if gone == len(exposures):
-        raise ValueError(f"the log of {run}'s item memory no longer reaches back to any of the {gone} exposures; keep "
-                         "more of it (recipe memory.keep)")
-    exposures = pa.concat_tables([again.exposures for again in found])
-    served, replayed = (np.concatenate([getattr(again, name) for again in found]) for name in ("served", "replayed"))
-    labelled, served_ne, replayed_ne = _entropies(found[-1], exposures, OutcomeLog(folder / "outcomes").read(), served,
-                                                  replayed)
-
-    def total(name: str) -> int:
-        return sum(getattr(again, name) for again in found)
-
+    if not len(found.places):
+        raise ValueError(f"no exposures of model {latest} or of another version that the run keeps; the log has "
+                         f"{found.total} of {', '.join(found.other_versions)}")
+    last = load_model(run, found.versions[-1])
+    judged = _Judged(folder, last.features.tasks, last.kind, found)
+    del last
+    total, by_version, candidates, done = _Totals(), Counter[str](), 0, 0
+    with Rescorer(run, folder, memory) as rescorer:
+        for exposures, places in parts(log, found):
+            told = None if progress is None else partial(_after, progress, done, len(found.places))
+            again = rescorer.score(exposures, told)
+            done += len(exposures)
+            for one in again:
+                total.add(one)
+                by_version[one.version] += len(one)
+                candidates += int(np.isfinite(one.replayed).sum())
+            judged.add(exposures, places, again)
+    if total.memory_gone == len(found.places):
+        raise ValueError(f"the log of {run}'s item memory no longer reaches back to any of the {total.memory_gone} "
+                         "exposures; keep more of it (recipe memory.keep)")
+    labelled, served_ne, replayed_ne = judged.entropies()
     return ReplayReport(
-        latest, {again.version: len(again) for again in found}, len(exposures) - gone,
-        int(np.isfinite(replayed).sum()), total("equal"),
-        total("erased"), total("bit_equal"), max(again.max_difference for again in found),
-        max(again.max_scaled for again in found), total("incomplete"), others, gone, labelled, served_ne, replayed_ne,
+        latest, {version: by_version[version] for version in found.versions}, len(found.places) - total.memory_gone,
+        candidates, total.equal, total.erased, total.bit_equal, total.max_difference, total.max_scaled,
+        total.incomplete, found.others, total.memory_gone, labelled, served_ne, replayed_ne,
         None if served_ne is None or replayed_ne is None else served_ne - replayed_ne, time.perf_counter() - started)
+
+
+@dataclass
+class _Totals:
+    """What ``Again`` counts, over all of them."""
+
+    equal: int = 0
+    erased: int = 0
+    bit_equal: int = 0
+    incomplete: int = 0
+    memory_gone: int = 0
+    max_difference: float = 0.0
+    max_scaled: float = 0.0
+
+    def add(self, again: Again) -> None:
+        for name in ("equal", "erased", "bit_equal", "incomplete", "memory_gone"):
+            setattr(self, name, getattr(self, name) + getattr(again, name))
+        self.max_difference = max(self.max_difference, again.max_difference)
+        self.max_scaled = max(self.max_scaled, again.max_scaled)
+
+
+class Rescorer:
+    """Exposures of models that ``run`` keeps, scored by the version and from the memory rows that they name.
+    ``memory``: RUN/memory by default. A context manager: closing it closes the stores."""
+
+    def __init__(self, run: Path, store: Path, memory: str | Path | None = None) -> None:
+        from semel.history import HistoryStore
+        from semel.memory import MemoryHistory
+
+        self._run, self._memory = run, MemoryHistory(run / "memory" if memory is None else memory)
+        self._artifact: ModelArtifact | None = None
+        with ExitStack() as opened:
+            self._history = opened.enter_context(closing(HistoryStore.open(store, mode="r")))
+            self._catalogue = opened.enter_context(closing(HistoryStore.open(store / "catalogue", mode="r"))) \
+                if (store / "catalogue").exists() else None
+            self._opened = opened.pop_all()
+
+    def score(self, exposures: pa.Table, progress: Callable[[int], None] | None = None, look: Look | None = None
+              ) -> list[Again]:
+        """One ``Again`` a version, by version; ``look`` is shown each batch, ``progress`` gets how many are done."""
+        from semel.examples import exposure_rows
+
+        found, done = [], 0
+        # As they were served: a version goes on in the next part, and a memory goes forward.
+        for version in pc.unique(exposures["model_version"]).to_pylist():
+            part = exposures.filter(pc.equal(exposures["model_version"], version))
+            artifact = self._model(version)
+            again = Again(artifact, part, exposure_rows(part, artifact.features.request), self._memory)
+            told = None if progress is None else partial(_further, progress, done)
+            again.run(artifact, self._history, self._catalogue, told, look)
+            done += len(part)
+            found.append(again)
+        return sorted(found, key=lambda again: again.version)
+
+    def _model(self, version: str) -> ModelArtifact:
+        from semel.models import load_model
+
+        if self._artifact is None or self._artifact.version != version:
+            self._artifact = None
+            self._artifact = load_model(self._run, version)
+        return self._artifact
+
+    def __enter__(self) -> Rescorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
 
 def score_again(run: Path, store: Path, exposures: pa.Table, memory: str | Path | None = None,
                 progress: Callable[[int, int], None] | None = None, look: Look | None = None) -> list[Again]:
-    """Exposures of models that ``run`` keeps, scored by the version and from the memory rows that they name, one
-    ``Again`` a version; ``look`` is shown each batch. ``memory``: RUN/memory by default."""
-    from semel.examples import exposure_rows
-    from semel.history import HistoryStore
-    from semel.memory import MemoryHistory
-    from semel.models import load_model
-
-    found: list[Again] = []
-    rows_of = MemoryHistory(run / "memory" if memory is None else memory)
-    done = 0
-    with ExitStack() as stack:
-        history = stack.enter_context(closing(HistoryStore.open(store, mode="r")))
-        catalogue = stack.enter_context(closing(HistoryStore.open(store / "catalogue", mode="r"))) \
-            if (store / "catalogue").exists() else None
-        for version in sorted(set(exposures["model_version"].to_pylist())):
-            part = exposures.filter(pc.equal(exposures["model_version"], version))
-            artifact = load_model(run, version)
-            again = Again(artifact, part, exposure_rows(part, artifact.features.request), rows_of)
-            told = None if progress is None else partial(_after, progress, done, len(exposures))
-            again.run(artifact, history, catalogue, told, look)
-            done += len(part)
-            found.append(again)
-    return found
+    """``Rescorer.score`` of one table; ``progress`` gets (done, requests)."""
+    with Rescorer(run, store, memory) as rescorer:
+        return rescorer.score(exposures, None if progress is None else partial(_after, progress, 0, len(exposures)),
+                              look)
 
 
 def _after(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
     progress(before + done, total)
+
+
+def _further(progress: Callable[[int], None], before: int, done: int) -> None:
+    progress(before + done)
 
 
 Look = Callable[["ModelArtifact", np.ndarray, "RequestBatch", "Tensor", "Tensor"], None]
@@ -264,38 +326,64 @@ class Again:
         self.max_scaled = max(self.max_scaled, difference / scale)
 
 
-def _of_models(log: pa.Table, versions: set[str], latest: str, limit: int | None) -> tuple[pa.Table, int]:
-    """The exposures of these models, each request once, the last ``limit`` of them; how many are of other models."""
-    own = log.filter(pc.is_in(log["model_version"], pa.array(sorted(versions))))
-    if not len(own):
-        seen = ", ".join(sorted(set(log["model_version"].to_pylist()))[:3])
-        raise ValueError(f"no exposures of model {latest}"
-                         + (f" or the {len(versions) - 1} before it that the run keeps" if len(versions) > 1 else "")
-                         + f"; the log has {len(log)} of {seen}")
-    first = np.unique(own["request_id"].to_numpy(), return_index=True)[1]
-    keep = np.sort(first)
-    if limit is not None:
-        keep = keep[-limit:]
-    return own.take(keep), len(log) - len(own)
+class _Judged:
+    """Served and replayed scores of candidates that have a label of the first task, part by part: their entropies are
+    those of all candidates at once, in the order of versions and of the log."""
+
+    def __init__(self, store: Path, tasks: Sequence[Task], kind: str, found: Survey) -> None:
+        self._task = tasks[0] if tasks and tasks[0].kind == "binary" and kind != "next_item" else None
+        self._version = {version: number for number, version in enumerate(found.versions)}
+        # Every window is taken as closed: a replay looks at what is known now.
+        self._now = found.served_at + OUTCOME_WINDOW_US
+        self._outcomes = None if self._task is None else _outcomes_of(store, self._task.name)
+        self._pairs: list[tuple[np.ndarray, ...]] = []
+
+    def add(self, exposures: pa.Table, places: np.ndarray, found: list[Again]) -> None:
+        """``found``: of these exposures, which lie at ``places`` of the log."""
+        from semel.examples import join
+
+        if self._task is None or self._outcomes is None or not len(self._outcomes):
+            return
+        ids = exposures["request_id"].combine_chunks()
+        outcomes = self._outcomes.filter(pc.is_in(self._outcomes["request_id"], value_set=ids))
+        rows = join(exposures, outcomes, OUTCOME_WINDOW_US, [self._task], self._now).rows
+        lengths = np.diff(rows.candidates.offsets)
+        replayed, version = np.full(int(lengths.sum()), np.nan, np.float32), exposures["model_version"]
+        for again in found:
+            own = np.asarray(pc.equal(version, again.version))
+            replayed[np.repeat(own, lengths)] = again.replayed
+        number = np.array([self._version[one] for one in version.to_pylist()])
+        keep = rows.label_mask[self._task.name].astype(bool) & np.isfinite(replayed)
+        served = exposures["scores"].combine_chunks().flatten().to_numpy()
+        self._pairs.append((np.repeat(number, lengths)[keep], np.repeat(places, lengths)[keep],
+                            rows.label[self._task.name][keep], served[keep], replayed[keep]))
+
+    def entropies(self) -> tuple[int, float | None, float | None]:
+        """(candidates with a label, NE of the served scores, NE of the replayed ones)."""
+        from semel.metrics import NormalizedEntropy
+
+        if not self._pairs:
+            return 0, None, None
+        version, place, label, *scores = (np.concatenate(column) for column in zip(*self._pairs, strict=True))
+        if not len(label):
+            return 0, None, None
+        order = np.lexsort((place, version))
+        pair = [NormalizedEntropy().update(label[order], one[order]).ne for one in scores]
+        return len(label), *(value if np.isfinite(value) else None for value in pair)  # type: ignore[return-value]
 
 
-def _entropies(last: Again, exposures: pa.Table, outcomes: pa.Table, served: np.ndarray,
-               replayed: np.ndarray) -> tuple[int, float | None, float | None]:
-    """(candidates with a label, NE of the served scores, NE of the replayed ones) of the first task."""
-    from semel.examples import join
-    from semel.metrics import NormalizedEntropy
+def _outcomes_of(store: Path, task: str) -> pa.Table:
+    """What ``join`` needs of them, of one task: a fifth of what the log holds."""
+    from semel.examples import OutcomeLog
+    from semel.examples.exposures import SHOWN, outcome_schema
 
-    if not last.features.tasks or last.features.tasks[0].kind != "binary" or last.kind == "next_item" \
-            or not len(outcomes):
-        return 0, None, None
-    task = last.features.tasks[0]
-    # Every window is taken as closed: a replay looks at what is known now.
-    joined = join(exposures, outcomes, OUTCOME_WINDOW_US, [task],
-                  int(np.max(exposures["served_at"].to_numpy())) + OUTCOME_WINDOW_US).rows
-    mask = joined.label_mask[task.name].astype(bool) & np.isfinite(replayed)
-    label = joined.label[task.name][mask]
-    if not len(label):
-        return 0, None, None
-    pair = [NormalizedEntropy().update(label, scores[mask]).ne for scores in (served, replayed)]
-    return len(label), *(value if np.isfinite(value) else None for value in pair)  # type: ignore[return-value]
-
+    wanted, columns = pa.array([SHOWN, task]), ["request_id", "item_id", "task", "value", "received_at"]
+    whole: list[pa.Table] = []
+    few: list[pa.Table] = []
+    for table in OutcomeLog(store / "outcomes").tables():
+        few.append(table.select(columns).filter(pc.is_in(table["task"], value_set=wanted)))
+        if len(few) == 1024:  # a record is small: what lies around its columns takes more than they do
+            whole.append(pa.concat_tables(few).combine_chunks())
+            few.clear()
+    empty = [] if whole or few else [outcome_schema().empty_table().select(columns)]
+    return pa.concat_tables([*whole, *few, *empty]).combine_chunks()

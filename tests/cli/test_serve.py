@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from serving.stand_ins import make_store, save_tiny_model
 
 from semel import serving
 from semel.serving.options import ServerOptions
@@ -36,3 +37,12 @@ def test_options_reach_the_server_in_its_units(semel, monkeypatch, tmp_path):
     (["--otlp", "here"], "--otlp must be the URL")])
 def test_what_no_server_can_start_with_is_one_line(refused, tmp_path, options, message):
     assert message in refused("serve", tmp_path / "run", "--store", tmp_path, *options)
+
+
+@pytest.mark.parametrize("url", ["kafka://x/y", "nowhere"])
+def test_a_memory_for_a_model_that_has_none_is_one_line(refused, tmp_path, url):
+    for store in make_store(tmp_path / "store"):
+        store.close()
+    save_tiny_model(tmp_path / "run")
+    line = refused("serve", tmp_path / "run", "--store", tmp_path / "store", "--port", "0", "--memory", url)
+    assert f"memory {url}: model tiny-" in line and "has no item memory" in line and "leave it out" in line

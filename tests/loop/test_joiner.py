@@ -1,6 +1,8 @@
 """The joiner writes each request once, with the labels that one join at the end would give, however it is stopped."""
 
+import inspect
 import json
+import sys
 import time
 
 import numpy as np
@@ -167,6 +169,27 @@ def test_served_entropy_is_of_the_labels_in_the_files(tmp_path):
     joiner.step(site.now)
     assert joiner.status()["served_ne"] == pytest.approx(expected.ne, rel=1e-6)
     assert joiner.status()["labelled"] == 20
+
+
+def test_any_number_of_requests_in_a_row_may_have_no_label(tmp_path, monkeypatch):
+    monkeypatch.setattr("semel.loop.joiner.MOST_A_FILE", 1)
+    limit = len(inspect.stack(0)) + 100
+    empty = limit + 20
+    site = Site(tmp_path)
+    site.serve(empty)
+    site.serve(1)
+    site.report(0, 2, 1.0)
+    joiner = site.joiner()
+    site.now += WINDOW + GRACE_US
+    monkeypatch.setattr(joiner, "_save", lambda: None)  # not what this is about, and slow
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        [path] = joiner.step(site.now)
+    finally:
+        sys.setrecursionlimit(usual)
+    assert path.name == f"{empty:012d}-{empty:012d}.parquet"
+    assert joiner.pending == 0 and joiner.state.joined == empty + 1 and joiner.state.files == 1
 
 
 def test_an_outcome_of_nobody_is_counted_and_let_go(tmp_path):

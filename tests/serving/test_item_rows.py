@@ -205,3 +205,30 @@ def test_schema_keeps_the_position_of_each_shard(site):
     assert table["memory"].to_pylist() == [
         [{"epoch": 2, "shard": 0, "sequence": 7}, {"epoch": 2, "shard": 1, "sequence": 7}], None]
     assert isinstance(table, pa.Table)
+
+
+def test_a_memory_that_nobody_would_read_is_refused_whatever_its_url(site, tmp_path):
+    _, store = site
+    save_tiny_model(tmp_path / "tiny")
+    DeltaPublisher(ItemMemory(10, 8), tmp_path / "log")
+    for url in (tmp_path / "log", "kafka://x/y", tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=f"memory {url}: model tiny-.* of .*tiny has no item memory.*leave it out"):
+            Predictor.load(tmp_path / "tiny", store, memory=url)
+    with Predictor.load(tmp_path / "tiny", store, log_exposures=False) as predictor:
+        assert predictor.memory is None
+
+
+def test_a_memory_where_there_can_be_none_is_refused_and_an_empty_one_is_waited_for(site, tmp_path):
+    run, store = site
+    with pytest.raises(FileNotFoundError, match="nowhere: there is no such folder; name what training publishes to"):
+        Predictor.load(run, store, memory=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"store: .* lies there, which is of no log of deltas"):
+        Predictor.load(run, store, memory=store)
+    with pytest.raises(ValueError, match="unknown scheme 'kafka'"):
+        Predictor.load(run, store, memory="kafka://x/y")
+    (tmp_path / "log").mkdir()
+    with Predictor.load(run, store, memory=tmp_path / "log", log_exposures=False) as predictor:
+        memory = ItemMemory(100, 8)
+        memory.write(CANDIDATES, torch.randn(20, 8))
+        DeltaPublisher(memory, tmp_path / "log")
+        eventually(lambda: predictor.memory.memory is not None and len(predictor.memory.memory) == 20)
