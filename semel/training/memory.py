@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 _piece: ContextVar[int] = ContextVar("semel_piece", default=0)
 LOOK_S = 0.5
 """How often the catalogue is looked at for new items."""
+POOL = "pool.safetensors"
+"""In a checkpoint's folder of rows: what the candidate pool is at."""
 IDLE_ITEMS = 4096
 """Items without a row that are computed at once while no batch comes."""
 
@@ -186,11 +188,21 @@ class MemoryWriter:
             self._due = time.monotonic() + self.config.interval
 
     def save(self, folder: Path) -> None:
-        """This rank's rows, into a folder that becomes part of a checkpoint."""
+        """This rank's rows, into a folder that becomes part of a checkpoint; rank 0 also what the pool is at."""
+        from safetensors.torch import save_file
+
         self.shards.save(folder)
+        if self.ranks.rank == 0:
+            save_file({"queue": self.pool.queue}, folder / POOL)
 
     def load(self, checkpoint: Path) -> None:
-        self.shards.load(checkpoint / "memory")
+        """What ``save`` saved, on any number of ranks."""
+        from safetensors.torch import load_file
+
+        folder = checkpoint / "memory"
+        self.shards.load(folder)
+        if self.ranks.rank == 0 and (folder / POOL).exists():
+            self.pool.restore(load_file(folder / POOL)["queue"])
 
     def close(self) -> None:
         """What is published by a thread is published to the end; what ``publish`` was not called for is not."""
@@ -224,6 +236,19 @@ class CandidatePool:
         self._look()
         missing = np.flatnonzero(self.memory.ages(self.ids).numpy() == MISS)
         return missing[: min(most, self.memory.capacity - len(self.memory))]
+
+    @property
+    def queue(self) -> Tensor:
+        """The ids [N] of those that come next, before any is taken twice."""
+        return self.ids[torch.from_numpy(self._queue)]
+
+    def restore(self, queue: Tensor) -> None:
+        """Goes on with a ``queue``, without what the catalogue no longer has."""
+        self._look()
+        order = np.argsort(self.ids.numpy(), kind="stable")
+        known = self.ids.numpy()[order]
+        place = np.minimum(np.searchsorted(known, queue.numpy()), max(len(known) - 1, 0))
+        self._queue = order[place[known[place] == queue.numpy()]] if len(known) else order
 
     def candidates(self, rows: np.ndarray) -> dict[str, Any]:
         """What a batch's ``candidate`` would hold of them now."""

@@ -262,7 +262,7 @@ class _Loop:
         for name, part in (("tables", self.tables), ("memory", self.memory)):
             if part is not None:
                 parts[name] = folder / f".{name}"
-                part.save(parts[name])  # type: ignore[attr-defined]
+                part.save(parts[name])
         if not self.chief:
             return
         generators = {"torch": torch.get_rng_state()}
