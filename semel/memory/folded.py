@@ -22,6 +22,8 @@ _BLOCK = 32
 before them, so that ``exp`` of one number may have other bits there."""
 _AT_ONCE = 8192
 """Items whose always-on part is asked for at once."""
+LEAST_SPARE = 1 << 14
+"""Items without a row whose vectors are kept, at least."""
 
 
 @torch.no_grad()
@@ -46,7 +48,8 @@ def fold(layer: MemoryLayer, always_on: Callable[[], Any], cached: Tensor, hit: 
 class FoldedMemory:
     """What ``layer`` in eval mode returns for an item, computed once when its row in ``memory`` changes and not once a
     candidate: what it joins a row with depends on the item alone. An item without a row is computed when it is first
-    asked for, and kept as well (``spare`` of them, those computed last).
+    asked for, and kept as well (``spare`` of them, those computed last; by default a quarter of ``memory``'s capacity:
+    a much larger index has more cache misses a lookup).
 
     ``always_on_of(items [N]) -> `` what ``layer.always_on`` takes, N rows. ``update(changes)`` follows a memory
     (``ItemMemory.changes``), ``renew(items, memory)`` items whose always-on part has changed. After a change of the
@@ -55,7 +58,8 @@ class FoldedMemory:
     """
 
     def __init__(self, layer: MemoryLayer, memory: ItemMemory, always_on_of: Callable[[Tensor], Any],
-                 spare: int = 100_000) -> None:
+                 spare: int | None = None) -> None:
+        spare = max(LEAST_SPARE, memory.capacity // 4) if spare is None else spare
         if spare < 1:
             raise ValueError(f"spare must be at least 1, got {spare}")
         self.layer, self.always_on_of = layer, always_on_of

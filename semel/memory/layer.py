@@ -9,7 +9,7 @@ reads in training is not published, so both are choices here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -100,10 +100,15 @@ class MemoryLayer(nn.Module):
     @torch.no_grad()
     def refresh(self, item: Tensor, features: Any, *, now: int | None = None) -> None:
         """Writes the tower's output for items that nobody was shown: no score, no loss (the candidate-pool stream)."""
+        if len(item):
+            items, live = self.computed(item, features)
+            self.memory.write(items, live, int(self.step), tower=int(self.step), now=now)
+
+    @torch.no_grad()
+    def computed(self, item: Tensor, features: Any) -> tuple[Tensor, Tensor]:
+        """The distinct ones of ``item`` [N] and the tower's output [items, dim] for them, float32."""
         items, where = torch.unique(item, return_inverse=True)
-        if len(items):
-            live = self._live(item, items, where, features)
-            self.memory.write(items, live.float(), int(self.step), tower=int(self.step), now=now)
+        return items, self._live(item, items, where, features).float()
 
     def _live(self, item: Tensor, items: Tensor, where: Tensor, features: Any) -> Tensor:
         """The tower's output, once an item [items, dim]."""
@@ -137,7 +142,13 @@ class MemoryLayer(nn.Module):
         return gate * cached + (1 - gate) * base
 
 
-def pool(memory: ItemMemory, catalogue: Tensor, budget: int, *, now: int | None = None) -> Tensor:
+class HasAges(Protocol):
+    """Says of keys [N] how old their rows are (``ItemMemory.ages``)."""
+
+    def ages(self, keys: Tensor, *, now: int | None = None) -> Tensor: ...
+
+
+def pool(memory: HasAges, catalogue: Tensor, budget: int, *, now: int | None = None) -> Tensor:
     """The ``budget`` items of ``catalogue`` [N] int64 that need ``refresh`` most: those without a row in their order,
     then those whose row is oldest."""
     if budget < 0:

@@ -1,4 +1,8 @@
-"""``prefetch_lines(array, row, size)``: asks for the cache lines of a row that is needed soon, and goes on."""
+"""Asks for the cache lines of a row that is needed soon, and goes on.
+
+``prefetch_byte(array, row, byte)``: the line in which a byte of ``array[row]`` lies; ``prefetch_lines(array, row,
+size)``: those of its first ``size`` bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ from numba.extending import intrinsic
 from semel.memory.index import kernel
 
 
-@intrinsic
 def _prefetch_byte(context: Any, array: Any, row: Any, byte: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array_type = signature.args[0]
@@ -29,8 +32,11 @@ def _prefetch_byte(context: Any, array: Any, row: Any, byte: Any) -> Any:
     return types.void(array, types.intp, types.intp), generate
 
 
+prefetch_byte: Any = intrinsic(_prefetch_byte)
+
+
 @kernel()
 def prefetch_lines(array, row, size):
     """The first ``size`` bytes of ``array[row]``."""
     for byte in range(0, size, 64):
-        _prefetch_byte(array, row, byte)  # type: ignore[call-arg]
+        prefetch_byte(array, row, byte)

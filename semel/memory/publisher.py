@@ -71,7 +71,9 @@ class DeltaPublisher:
         with self.memory.still():
             self.memory.changes()
             rows = self.memory.rows()
-        self._send(Place("snapshot", self.epoch, self.shard, 0, _latest(rows), _now()), Changes(rows, _none()))
+        place = Place("snapshot", self.epoch, self.shard, 0, _latest(rows), _now())
+        self._unsent.append((place.name, encode(place, Changes(rows, _none()))))
+        self._resend()
 
     def _next_epoch(self) -> int:
         description = {"format_version": FORMAT_VERSION, "shards": self.shards, "dim": self.memory.dim,
@@ -93,35 +95,54 @@ class DeltaPublisher:
         """Publishes what has changed; returns the sequence number of the last record. Without changes (and with one
         shard) nothing is published. ``step``: of training, by default the latest of a row that changed."""
         with self._lock:
-            newest = max(epochs(self.sink), default=0)
-            if newest > self.epoch:  # before the memory is asked: its changes may be another publisher's now
-                raise Fenced(f"{self.sink.url}: epoch {newest} has begun, this publisher's is {self.epoch}; only one "
-                             "trainer may publish to a log")
-            snapshot = None
-            with self.memory.still():
-                self.memory.expire()
-                self._waiting = _joined(self._waiting, self.memory.changes())
-                if (self.sequence + 1) % self.snapshot_every == 0:
-                    snapshot = self.memory.rows()
-            self._resend()
-            waiting = self._waiting
-            if not len(waiting.rows) and not len(waiting.gone) and self.shards == 1 and self._model is None:
-                return self.sequence
-            step = _latest(waiting.rows) if step is None else step
-            place = Place("delta", self.epoch, self.shard, self.sequence + 1, step, _now())
-            self.sequence += 1
-            self._waiting = Changes(_no_rows(self.memory.dim), _none())
-            self._send(place, waiting)
-            if self._model is not None:
-                place = Place("model", self.epoch, 0, self.sequence, step, _now())
-                self._unsent.append((place.name, encode_model(place, *self._model)))
-                self._model = None
-                self._resend()
-            if snapshot is not None:
-                self._send(Place("snapshot", self.epoch, self.shard, self.sequence, step, _now()),
-                           Changes(snapshot, _none()))
-                self._truncate()
+            self._check()  # before the memory is asked: its changes may be another publisher's now
+            return self._record(step)
+
+    def check(self) -> None:
+        """Sends what could not be sent before. Raises what ``flush`` raises, which then publishes nothing: shards that
+        ask one another first stay at one sequence number while a sink does not answer (``record``)."""
+        with self._lock:
+            self._check()
+
+    def record(self, step: int) -> int:
+        """``flush`` without ``check``, for shards that have all done that. The record has its number even where OSError
+        is raised, and goes with the next ``check``."""
+        with self._lock:
+            return self._record(step)
+
+    def _check(self) -> None:
+        newest = max(epochs(self.sink), default=0)
+        if newest > self.epoch:
+            raise Fenced(f"{self.sink.url}: epoch {newest} has begun, this publisher's is {self.epoch}; only one "
+                         "trainer may publish to a log")
+        self._resend()
+
+    def _record(self, step: int | None) -> int:
+        snapshot = None
+        with self.memory.still():
+            self.memory.expire()
+            self._waiting = _joined(self._waiting, self.memory.changes())
+            if (self.sequence + 1) % self.snapshot_every == 0:
+                snapshot = self.memory.rows()
+        waiting = self._waiting
+        if not len(waiting.rows) and not len(waiting.gone) and self.shards == 1 and self._model is None:
             return self.sequence
+        step = _latest(waiting.rows) if step is None else step
+        place = Place("delta", self.epoch, self.shard, self.sequence + 1, step, _now())
+        self.sequence += 1
+        self._waiting = Changes(_no_rows(self.memory.dim), _none())
+        self._unsent.append((place.name, encode(place, waiting)))
+        if self._model is not None:
+            place = Place("model", self.epoch, 0, self.sequence, step, _now())
+            self._unsent.append((place.name, encode_model(place, *self._model)))
+            self._model = None
+        if snapshot is not None:
+            place = Place("snapshot", self.epoch, self.shard, self.sequence, step, _now())
+            self._unsent.append((place.name, encode(place, Changes(snapshot, _none()))))
+        self._resend()
+        if snapshot is not None:
+            self._truncate()
+        return self.sequence
 
     def publish_model(self, description: bytes, weights: bytes) -> int:
         """Publishes what has changed and, behind it, dense weights (``semel.memory.delta``), which readers take when
@@ -132,10 +153,6 @@ class DeltaPublisher:
         with self._lock:
             self._model = description, weights
         return self.flush() if self.shards == 1 else self.sequence + 1
-
-    def _send(self, place: Place, changes: Changes) -> None:
-        self._unsent.append((place.name, encode(place, changes)))
-        self._resend()
 
     def _resend(self) -> None:
         while self._unsent:

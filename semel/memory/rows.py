@@ -10,12 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from semel.memory.index import insert, kernel, mixed, remove, slot_of
-from semel.memory.prefetch import prefetch_lines
+from semel.memory.prefetch import prefetch_byte, prefetch_lines
 
 STEP, TOWER, USED = range(3)
 LIVE, CHANGED = 1, 2
 _BLOCK = 32
 """Keys whose slots, then rows are asked for before the first is read: their cache misses overlap."""
+_AHEAD = 8
+"""How many keys lie between asking for a slot, asking for its row and copying that; a power of two."""
 
 
 @kernel()
@@ -117,74 +119,60 @@ def rebuilt(slots, key_of, state):
 
 
 @kernel()
-def _ask(slots, keys, first, stop):
-    """For the slots in which the keys ``first:stop`` are looked for first."""
-    mask = np.uint64(len(slots) - 1)
-    for i in range(first, stop):
-        prefetch_lines(slots, np.int64(mixed(keys[i]) & mask), 16)
-
-
-@kernel()
-def _look_up(slots, keys, first, stop, facts, table, rows):
-    """``rows``: of the keys ``first:stop``, -1 for none; asks for what lies there in ``facts`` and ``table``."""
-    width = table.shape[1] * table.itemsize
-    for i in range(first, stop):
-        rows[i - first] = row = slots[slot_of(slots, keys[i]), 1] - 1
-        if row >= 0:
-            prefetch_lines(facts, row, facts.itemsize)
-            prefetch_lines(table, row, width)
-
-
-@kernel()
 def read(slots, keys, written, table, oldest, now, start, stop, out, hit, age):
     """Vectors, hits and ages of ``keys[start:stop]``; a miss is a row of zeros of age -1. A row that was written before
-    ``oldest`` is a miss. Three blocks are under way: of one the slots come, of the next the rows, the third is
-    copied."""
-    rows = np.empty((2, _BLOCK), np.int64)
-    for block in range((stop - start + _BLOCK - 1) // _BLOCK + 2):
-        first = start + block * _BLOCK
-        _ask(slots, keys, min(first, stop), min(first + _BLOCK, stop))
-        first -= _BLOCK
-        if block > 0:
-            _look_up(slots, keys, min(first, stop), min(first + _BLOCK, stop), written, table, rows[block & 1])
-        first -= _BLOCK
-        if block > 1:
-            here = rows[(block - 1) & 1]
-            for at in range(first, min(first + _BLOCK, stop)):
-                row, target = here[at - first], out[at]
-                if row >= 0 and written[row] >= oldest:
-                    hit[at] = True
-                    age[at] = max(now - written[row], 0)
-                    source = table[row]
-                    for d in range(len(target)):
-                        target[d] = source[d]
-                else:
-                    hit[at] = False
-                    age[at] = -1
-                    for d in range(len(target)):
-                        target[d] = 0
+    ``oldest`` is a miss. Three keys are under way: of one the slot is asked for, of the one ``_AHEAD`` before it the
+    row, that of the third is copied."""
+    ring = np.empty(_AHEAD, np.int64)
+    mask, width = np.uint64(len(slots) - 1), table.shape[1] * table.itemsize
+    for i in range(start, stop + 2 * _AHEAD):
+        if i < stop:
+            prefetch_byte(slots, np.int64(mixed(keys[i]) & mask), 0)
+        at = i - 2 * _AHEAD
+        if at >= start:
+            row = ring[np.uint64(at % _AHEAD)]
+            if row >= 0 and written[row] >= oldest:
+                hit[at] = True
+                age[at] = max(now - written[row], 0)
+                for d in range(out.shape[1]):
+                    out[at, d] = table[row, d]
+            else:
+                hit[at] = False
+                age[at] = -1
+                for d in range(out.shape[1]):
+                    out[at, d] = 0
+        at = i - _AHEAD
+        if start <= at < stop:
+            row = slots[slot_of(slots, keys[at]), 1] - 1
+            ring[np.uint64(at % _AHEAD)] = row
+            if row >= 0:
+                prefetch_byte(written, row, 0)
+                prefetch_lines(table, row, width)
 
 
 @kernel()
 def read_bytes(slots, keys, bytes_, scale, start, stop, out, hit):
     """``read`` of rows that are kept as int8: ``out[i] = scale[row] * bytes_[row]``."""
-    rows = np.empty((2, _BLOCK), np.int64)
-    for block in range((stop - start + _BLOCK - 1) // _BLOCK + 2):
-        first = start + block * _BLOCK
-        _ask(slots, keys, min(first, stop), min(first + _BLOCK, stop))
-        first -= _BLOCK
-        if block > 0:
-            _look_up(slots, keys, min(first, stop), min(first + _BLOCK, stop), scale, bytes_, rows[block & 1])
-        first -= _BLOCK
-        if block > 1:
-            here = rows[(block - 1) & 1]
-            for at in range(first, min(first + _BLOCK, stop)):
-                row = here[at - first]
-                hit[at] = row >= 0
-                factor = scale[row] if row >= 0 else np.float32(0)
-                source, target = bytes_[max(row, 0)], out[at]
-                for d in range(len(target)):
-                    target[d] = factor * np.float32(source[d])
+    ring = np.empty(_AHEAD, np.int64)
+    mask, width = np.uint64(len(slots) - 1), bytes_.shape[1]
+    for i in range(start, stop + 2 * _AHEAD):
+        if i < stop:
+            prefetch_byte(slots, np.int64(mixed(keys[i]) & mask), 0)
+        at = i - 2 * _AHEAD
+        if at >= start:
+            row = ring[np.uint64(at % _AHEAD)]
+            hit[at] = row >= 0
+            factor = scale[row] if row >= 0 else np.float32(0)
+            source = max(row, 0)
+            for d in range(out.shape[1]):
+                out[at, d] = factor * np.float32(bytes_[source, d])
+        at = i - _AHEAD
+        if start <= at < stop:
+            row = slots[slot_of(slots, keys[at]), 1] - 1
+            ring[np.uint64(at % _AHEAD)] = row
+            if row >= 0:
+                prefetch_byte(scale, row, 0)
+                prefetch_lines(bytes_, row, width)
 
 
 @kernel()

@@ -62,6 +62,14 @@ class ShardedMemory:
         found = ages.wait()[back]
         return rows.wait()[back], found >= 0, found
 
+    def ages(self, keys: Tensor, *, now: int | None = None) -> Tensor:
+        """As ``ItemMemory.ages``: [N] microseconds since each key's row was written, -1 where it has none."""
+        order, send, receive = self._routes(keys)
+        asked = self.transport.all_to_all(keys[order], send, receive).wait()
+        ages = torch.empty_like(keys)
+        ages[order] = self.transport.all_to_all(self.memory.ages(asked, now=now), receive, send).wait()
+        return ages
+
     def delete(self, keys: Tensor) -> int:
         """How many rows there were, of this rank's keys."""
         order, send, receive = self._routes(keys)

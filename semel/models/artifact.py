@@ -91,7 +91,7 @@ def save_model(run: str | Path, model: Model, config: ModelConfig, features: Fea
         raise ValueError(f"keep must be at least 1, got {keep}")
     run = Path(run)
     run.mkdir(parents=True, exist_ok=True)
-    apart = _kept_apart(model)
+    apart = kept_apart(model)
     weights = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()
                if not key.startswith(apart)}
     described: dict[str, Any] = {
@@ -209,7 +209,7 @@ def load_model(run: str | Path, version: str | None = None) -> ModelArtifact:
         for name, size in described["encoders"].items()
     }
     model = make_model(config, features, encoders)
-    apart = _kept_apart(model)
+    apart = kept_apart(model)
     weights = run / described["weights"]
     try:
         lacking, unknown = model.load_state_dict(load_file(weights), strict=False)
@@ -249,7 +249,7 @@ def _read(path: Path) -> dict[str, Any]:
     return described
 
 
-def _kept_apart(model: Any) -> tuple[str, ...]:
+def kept_apart(model: Any) -> tuple[str, ...]:
     """What the names of a model's item memories begin with."""
     return tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, ItemMemory))
 

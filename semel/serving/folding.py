@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from semel.memory import Changes, FoldedMemory, ItemMemory
     from semel.models import ModelArtifact
 
-LEAST_SPARE = 1 << 14
-"""Items without a row whose vectors are kept, at least; else a quarter of those that may have one."""
 _EVER = int(np.iinfo(np.int64).max)
 _NOBODY = uuid.uuid4().hex
 """An item that no catalogue has."""
@@ -136,8 +134,7 @@ class _Table:
         self.newest, self.ahead = -_EVER, np.empty(0, np.int64)
         self._names()
         layer: Any = self._artifact.model.item
-        self.folded: FoldedMemory = FoldedMemory(layer, self._memory, self._always_on,
-                                                 max(LEAST_SPARE, self._memory.capacity // 4))
+        self.folded: FoldedMemory = FoldedMemory(layer, self._memory, self._always_on)
 
     def _names(self) -> None:
         """The raw ids of items, where they are not their stable ids."""

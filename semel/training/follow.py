@@ -132,7 +132,7 @@ class Follower:
                 raise ValueError(f"{start} holds another model than recipe {self.recipe.name!r}; leave its model and "
                                  "features as they are")
             layer = memory_layer(artifact.model)
-            if layer is not None and resume is None and ranks.rank == 0:  # a checkpoint holds its own rows
+            if layer is not None and resume is None:  # a checkpoint holds its own rows
                 take_over(layer, Run.open(start).recipe.memory.url or Path(start) / "memory")
             return artifact.model
         objective = RankingObjective(self.recipe, ranks)
@@ -296,8 +296,12 @@ class _Following:
             self._interrupt()
         if self.step % self.recipe.checkpoint_steps == 0:
             self._save()
-        elif self.ranks.rank == 0 and time.monotonic() - self.versioned >= self.recipe.version_seconds:
-            self._version()
+        else:
+            due = self.ranks.rank == 0 and time.monotonic() - self.versioned >= self.recipe.version_seconds
+            if self.memory is not None:  # all ranks publish their rows with it
+                due = self.ranks.any(due)
+            if due:
+                self._version()
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -335,9 +339,13 @@ class _Following:
         samples = int(self.ranks.sum([self.window.samples])[0])
         self.saved = self.step
         self.predictions.save(self.step)
+        self._version()
+        parts: dict[str, Path] = {}
+        if self.memory is not None:
+            parts["memory"] = self.run.path / "checkpoints" / ".memory"
+            self.memory.save(parts["memory"])
         if self.ranks.rank:
             return
-        self._version()
         tensors: dict[str, Tensor] = {
             f"{name}.{metric}.{part}": torch.from_numpy(np.asarray(value))
             for name, pair in sums.items() for metric, one in zip(("ne", "auc"), pair, strict=True)
@@ -345,17 +353,16 @@ class _Following:
         state = {"done": self.done, "file": None if self.at is None else self.at[0],
                  "loader": None if self.at is None else self.at[1].state_dict(), "losses": self.window.losses,
                  "samples": samples, "seconds": self.seconds, "version": self.version}
-        save_checkpoint(self.run.path / "checkpoints", self.step, self.model, self.optimizer, tensors, state)
+        save_checkpoint(self.run.path / "checkpoints", self.step, self.model, self.optimizer, tensors, state, parts)
 
     def _version(self) -> None:
         """Weights for who serves, behind the rows that were written so far."""
-        if self.ranks.rank:
-            return
         if self.memory is not None:
             self.memory.fill()
             self.memory.publish()  # not the weights either, where another trainer has taken over
-        self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features, self.recipe.name,
-                                  self.recipe.keep_versions)
+        if self.ranks.rank == 0:
+            self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
+                                      self.recipe.name, self.recipe.keep_versions)
         if self.memory is not None:
             self.memory.publish_model(self.run.path, self.version)
         self.versioned = time.monotonic()
@@ -371,6 +378,8 @@ class _Following:
         path = latest_checkpoint(self.run.path / "checkpoints")
         assert path is not None
         tensors, state = load_checkpoint(path, self.model, self.optimizer)
+        if self.memory is not None:
+            self.memory.load(path)
         if "done" not in state:
             raise ValueError(f"{self.run.path} was trained in epochs; begin a run that follows from its model instead: "
                              f"--from {self.run.path}")

@@ -1,15 +1,17 @@
 """The item memory of a model in training: written once an item a step, kept fresh beside it, published as it changes.
 
-What the tower computed for a batch's items is gathered from the pieces and ranks that computed it and written by rank
-0, which holds the memory; of an item that came twice the first one counts, in the order of ranks and pieces, so that
-rows do not depend on which thread was faster. Beside it runs the candidate-pool stream: within a budget a step, items
-of the catalogue that no request showed are computed too, without a label or a loss, so that there is no bulk job.
+What the tower computed for a batch's items goes to the ranks that hold their rows (``semel.training.memory_shards``);
+of an item that came twice the first one counts, in the order of ranks and pieces, so that rows do not depend on which
+thread was faster. Beside it runs the candidate-pool stream: within a budget a step, items of the catalogue that no
+request showed are computed too, without a label or a loss, so that there is no bulk job.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,36 +29,47 @@ from semel.memory.layer import MemoryLayer
 from semel.memory.table import MISS, Changes
 from semel.models import exported
 from semel.models.early_ranker import EarlyRanker, memory_layer
+from semel.training.memory_shards import MemoryShards, first_of_each
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
 from semel.training.stages import Work
 
+logger = logging.getLogger(__name__)
+
 _piece: ContextVar[int] = ContextVar("semel_piece", default=0)
 LOOK_S = 0.5
 """How often the catalogue is looked at for new items."""
+POOL = "pool.safetensors"
+"""In a checkpoint's folder of rows: what the candidate pool is at."""
 IDLE_ITEMS = 4096
 """Items without a row that are computed at once while no batch comes."""
 
 
 class MemoryWriter:
     """``piece(number)``: around the forward pass of a piece; ``write(work)``: after that of a batch. ``publish()``:
-    what has changed, now; ``publish_model``: weights behind it; ``start()``: from now on, in the background;
-    ``close()``.
+    what has changed, now; ``publish_model``: weights behind it; ``start()``: from now on, every ``interval`` seconds;
+    ``close()``. All but ``piece`` are called by all ranks together, each of which publishes a shard of one log.
 
-    Raises ValueError for a model that reads its memory in training on several ranks: only rank 0 has one.
+    Alone, a thread publishes in the background. Ranks do so at the end of a step (or while none comes), so that a
+    sequence number is of one step in all shards; none of them goes on to the next number before all can.
+
+    Raises ValueError for a model that reads its memory in training on several ranks: a piece cannot wait for them.
     """
 
     def __init__(self, model: EarlyRanker, recipe: Recipe, url: str | Path, ranks: Ranks, catalogue: HistoryStore | None
                  ) -> None:
         layer = model.item
         if layer.reads == "cached" and ranks.world_size > 1:
-            raise ValueError('model.reads "cached" needs the memory on every rank, which has it on one: train with one '
-                             'process, or with model.reads "live"')
+            raise ValueError('model.reads "cached" reads rows that other ranks hold while a piece is computed: train '
+                             'with one process, or with model.reads "live"')
         self.model, self.layer, self.config, self.url, self.ranks = model, layer, recipe.memory, url, ranks
         self.elsewhere = recipe.memory.url is not None
-        self.pool = CandidatePool(layer.memory, catalogue, recipe.features,
+        self.shards = MemoryShards(layer, ranks)
+        self.pool = CandidatePool(self.shards, catalogue, recipe.features,
                                   model.tables.encoders[recipe.features.item].ids)  # type: ignore[arg-type]
         self.publisher: DeltaPublisher | None = None
+        self._error: Exception | None = None  # of the log, which was said
+        self._due = math.inf
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         layer.keep = self._take
 
@@ -72,71 +85,124 @@ class MemoryWriter:
         self._made[_piece.get()] = items, vectors
 
     def write(self, work: Work) -> None:
-        """Called by all ranks for every batch, after its forward pass."""
+        """For every batch, after its forward pass."""
         found = [self._made.pop(number) for number, _ in work.pieces if number in self._made]
         items = torch.cat([torch.empty(0, dtype=torch.int64), *(items for items, _ in found)])
         vectors = torch.cat([torch.empty(0, self.layer.memory.dim), *(vectors.float() for _, vectors in found)])
-        if self.ranks.world_size > 1:
-            items, vectors = (torch.cat(self.ranks.gather_rows(part)) for part in (items, vectors))
-        if self.ranks.rank:
-            return
-        if len(items):
-            first = np.unique(items.numpy(), return_index=True)[1]
-            self.layer.write(items[first], vectors[first])
+        self.layer.step += 1
+        self.shards.write(*first_of_each(items, vectors), int(self.layer.step))
         if work.last:
-            self._refresh(self.pool.take(self.config.pool))
+            self._lead(lambda: self._refresh(self.pool.take(self.config.pool)))
         if self.publisher is not None and isinstance(self.publisher.error, Fenced):
             raise self.publisher.error
 
     def idle(self) -> None:
         """While no batch comes: items that have no row get one."""
-        if self.ranks.rank == 0:
-            self._refresh(self.pool.new(IDLE_ITEMS))
+        self._lead(lambda: self._refresh(self.pool.new(IDLE_ITEMS)))
 
     def fill(self) -> None:
         """Rows for all items that have none, whatever the budget: before a model is first served."""
-        while self.ranks.rank == 0 and len(some := self.pool.new(IDLE_ITEMS)):
-            self._refresh(some)
+        def fill() -> None:
+            while len(some := self.pool.new(IDLE_ITEMS)):
+                self._refresh(some)
+
+        self.shards.lead(fill)
+
+    def _lead(self, work: Callable[[], None]) -> None:
+        if self.shards.lead(work, lambda: time.monotonic() >= self._due):
+            self._due = time.monotonic() + self.config.interval
+            self._publish_together()
 
     def _refresh(self, rows: np.ndarray) -> None:
+        """On rank 0."""
         if not len(rows):
             return
         with torch.no_grad():
             candidate = self.pool.candidates(rows)
-            self.layer.refresh(candidate["item_id"], self.model.item_fields(candidate)[0])
+            items, vectors = self.layer.computed(candidate["item_id"], self.model.item_fields(candidate)[0])
+            self.shards.put(items, vectors, int(self.layer.step))
 
     def publish(self) -> None:
-        """On rank 0. Raises what ``DeltaPublisher`` raises, Fenced among it: then nothing else is to be published."""
-        if self.ranks.rank:
-            return
+        """Raises what ``DeltaPublisher`` raises, Fenced among it: then nothing else is to be published."""
         if self.publisher is None:
             config = self.config
-            self.publisher = DeltaPublisher(self.layer.memory, self.url, config.interval, keep=config.keep,
-                                            snapshot_every=config.snapshot_every)
-            return
+            self.publisher = self.shards.shared.publisher(self.url, interval=config.interval, keep=config.keep,
+                                                          snapshot_every=config.snapshot_every)
+        elif self.ranks.world_size > 1:
+            self._publish_together()
+        else:
+            self._unless_running(self.publisher.flush)
+
+    def _publish_together(self) -> None:
+        """One record of every shard, or none where a rank cannot reach the log; one that is being written to while it
+        follows tries again later."""
+        assert self.publisher is not None
+        error: Exception | None = None
         try:
-            self.publisher.flush()
-        except OSError:
-            if not self.publisher.running:
-                raise
-            # Its thread says so, and tries again: rows wait meanwhile.
+            self.publisher.check()
+        except (OSError, Fenced) as found:
+            error = found
+        failed, fenced = self.ranks.sum([error is not None, isinstance(error, Fenced)])
+        if fenced:
+            raise error if isinstance(error, Fenced) else Fenced(f"{self.url}: another rank was told that a newer "
+                                                                 "publisher has begun; only one trainer may publish")
+        if not failed:
+            try:
+                self.publisher.record(int(self.layer.step))
+            except OSError as found:
+                error = found
+        following = self._due < math.inf
+        if failed and error is None and not following:
+            error = OSError(f"{self.url}: another rank cannot publish to it")
+        if error is not None and not following:
+            raise error
+        if error is not None and self._error is None:
+            logger.warning("deltas of rank %d wait, %d rows: %s", self.ranks.rank, self.publisher.backlog, error)
+        self._error = error
 
     def publish_model(self, run: Path, version: str) -> None:
-        """On rank 0, a version that ``run`` has just saved, into a log that lies elsewhere: readers there may not see
+        """A version that rank 0 has just saved in ``run``, into a log that lies elsewhere: readers there may not see
         ``run``. Raises as ``publish`` does."""
-        if self.ranks.rank or self.publisher is None or not self.elsewhere:
+        if self.publisher is None or not self.elsewhere:
             return
+        if self.ranks.rank == 0:
+            model = exported(run, version)
+            self._unless_running(lambda: self.publisher.publish_model(*model))  # type: ignore[union-attr]
+        if self.ranks.world_size > 1:
+            self._publish_together()
+
+    def _unless_running(self, publish: Callable[[], Any]) -> None:
         try:
-            self.publisher.publish_model(*exported(run, version))
+            publish()
         except OSError:
-            if not self.publisher.running:
+            if self.publisher is None or not self.publisher.running:
                 raise
+            # Its thread says so, and tries again: rows wait meanwhile.
 
     def start(self) -> None:
         """Publish every ``interval`` seconds until ``close``."""
         self.publish()
-        if self.publisher is not None:
+        if self.publisher is not None and self.ranks.world_size == 1:
             self.publisher.start()
+        else:
+            self._due = time.monotonic() + self.config.interval
+
+    def save(self, folder: Path) -> None:
+        """This rank's rows, into a folder that becomes part of a checkpoint; rank 0 also what the pool is at."""
+        from safetensors.torch import save_file
+
+        self.shards.save(folder)
+        if self.ranks.rank == 0:
+            save_file({"queue": self.pool.queue}, folder / POOL)
+
+    def load(self, checkpoint: Path) -> None:
+        """What ``save`` saved, on any number of ranks."""
+        from safetensors.torch import load_file
+
+        folder = checkpoint / "memory"
+        self.shards.load(folder)
+        if self.ranks.rank == 0 and (folder / POOL).exists():
+            self.pool.restore(load_file(folder / POOL)["queue"])
 
     def close(self) -> None:
         """What is published by a thread is published to the end; what ``publish`` was not called for is not."""
@@ -149,7 +215,7 @@ class CandidatePool:
     """Which items of the catalogue are computed next: those without a row, in the catalogue's order, then the oldest
     rows; without a catalogue the ``known`` ids [N]. Items are named by their place in ``ids``."""
 
-    def __init__(self, memory: ItemMemory, catalogue: HistoryStore | None, features: FeatureSpec,
+    def __init__(self, memory: ItemMemory | MemoryShards, catalogue: HistoryStore | None, features: FeatureSpec,
                  known: Tensor) -> None:
         self.memory, self.catalogue, self.features = memory, catalogue, features
         self.keys = known.numpy()
@@ -170,6 +236,19 @@ class CandidatePool:
         self._look()
         missing = np.flatnonzero(self.memory.ages(self.ids).numpy() == MISS)
         return missing[: min(most, self.memory.capacity - len(self.memory))]
+
+    @property
+    def queue(self) -> Tensor:
+        """The ids [N] of those that come next, before any is taken twice."""
+        return self.ids[torch.from_numpy(self._queue)]
+
+    def restore(self, queue: Tensor) -> None:
+        """Goes on with a ``queue``, without what the catalogue no longer has."""
+        self._look()
+        order = np.argsort(self.ids.numpy(), kind="stable")
+        known = self.ids.numpy()[order]
+        place = np.minimum(np.searchsorted(known, queue.numpy()), max(len(known) - 1, 0))
+        self._queue = order[place[known[place] == queue.numpy()]] if len(known) else order
 
     def candidates(self, rows: np.ndarray) -> dict[str, Any]:
         """What a batch's ``candidate`` would hold of them now."""

@@ -250,24 +250,26 @@ class _Loop:
                 if self.chief:
                     self.version = save_model(self.run.path, self.model, self.recipe.model, self.recipe.features,
                                               self.recipe.name, self.recipe.keep_versions)
-                    if self.memory is not None:
-                        self.memory.publish_model(self.run.path, self.version)
+            if self.memory is not None:
+                self.memory.publish_model(self.run.path, self.version)
         else:
             self.since_best += 1
         return self.since_best >= self.recipe.patience
 
     def _save(self) -> None:
-        folder, tables = self.run.path / "checkpoints", None
-        if self.tables is not None:
-            tables = folder / ".tables"
-            self.tables.save(tables)
+        folder = self.run.path / "checkpoints"
+        parts: dict[str, Path] = {}
+        for name, part in (("tables", self.tables), ("memory", self.memory)):
+            if part is not None:
+                parts[name] = folder / f".{name}"
+                part.save(parts[name])
         if not self.chief:
             return
         generators = {"torch": torch.get_rng_state()}
         state = {"epoch": self.epoch, "loader": self.objective.loader.state_dict(), "best": self.best,
                  "since_best": self.since_best, "validation": self.validation, "version": self.version,
                  "seconds": self.seconds}
-        save_checkpoint(folder, self.step, self.model, self.optimizer, generators, state, tables)
+        save_checkpoint(folder, self.step, self.model, self.optimizer, generators, state, parts)
 
     def _restore(self) -> None:
         path = latest_checkpoint(self.run.path / "checkpoints")
@@ -276,6 +278,8 @@ class _Loop:
         generators, state = load_checkpoint(path, self.model, self.optimizer)
         if self.tables is not None:
             self.tables.load(path / "tables")
+        if self.memory is not None:
+            self.memory.load(path)
         torch.set_rng_state(generators["torch"])
         self.objective.loader.load_state_dict(state["loader"])
         self.step, self.epoch = state["step"], state["epoch"]
