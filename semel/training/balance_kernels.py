@@ -80,7 +80,7 @@ def _before(a, b, load, count):
 def _first_with_room(first, load, filled, count, tokens, cap, stack):
     """The first rank that has room for ``tokens``, -1 where none has. Nothing under a node whose rank has room, or
     comes after the best so far, can come before it."""
-    best, stack[0], height = -1, 1, 1
+    best, stack[0], height = np.int64(-1), 1, 1
     while height > 0:
         height -= 1
         node = stack[height]
@@ -111,9 +111,9 @@ def longest_first(order, costs, tokens, cap, world_size, ranks):
     load, filled, count = np.full(places, np.inf), np.full(places, np.inf), np.zeros(places, np.int64)
     load[:world_size] = filled[:world_size] = 0.0
     bits = load.view(np.uint64)
-    for node in range(2 * places - 1, 0, -1):  # the lowest number under it
-        first[node] = node - places if node >= places else first[2 * node]
-        least[node] = bits[first[node]]
+    for place in range(2 * places - 1, 0, -1):  # the lowest number under it
+        first[place] = place - places if place >= places else first[2 * place]
+        least[place] = bits[first[place]]
     stack = np.empty(2 * places, np.int64)
     for request in order:
         rank = np.int64(first[1])
