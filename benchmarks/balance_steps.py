@@ -1,18 +1,20 @@
 """Balance on real steps: what ``benchmarks.balance`` runs as its parts ``measured`` and ``processes``.
 
-The step: forward and backward of one HSTU layer (32 wide) over a rank's jagged histories, whose lengths are a sixteenth
-of the benchmark's, on one core.
+The step: forward and backward of one HSTU layer (32 wide) over a rank's jagged histories, whose lengths are a 32nd of
+the benchmark's, on one core, in micro-batches of 16 requests (gradients are summed over them, as in accumulation).
 
 ``measured``: what a rank waits for the slowest is a matter of how long each rank's own work takes, and that can be
 measured on one core: one process, pinned to it, computes the shares of all ranks one after another. Time is the
-thread's CPU time, so that what else the machine does counts only as far as it slows the core down; each share is
-computed ``repeats`` times, in a new random order each time so that slow seconds hit all alike, and its time is the
-least (a disturbance only ever adds). Idle is 1 - mean / max of the ranks' times, as in a step. A ``CostModel`` is
-fitted to unbalanced steps of *other* batches first; partitions see only what it predicts, and in the row "±10 %" that
-times up to 10 % more or less, drawn for each request; both under a cap of tokens that binds. ``one share, every time``
-is the control: all ranks compute the same requests, in between the others and timed like them: what it shows is noise.
-``spread``: the standard deviation of the ranks' times over their mean; where an assignment's is no larger than the
-control's, this machine cannot tell it from one without any idle.
+thread's CPU time, so that what else the machine does counts only as far as it slows the core down. Each micro-batch
+is computed ``repeats`` times; between these all others are, in a new random order each time, so that slow seconds hit
+all alike. Its time is the least of them, since a disturbance only ever adds, and a rank's the sum over its
+micro-batches: some 25 ms are left in peace sooner than a whole share. Idle is 1 - mean / max of the ranks' times, as in
+a step. A ``CostModel`` is fitted to micro-batches of *other* global batches first; partitions see only what it
+predicts, and in the rows "±10 %" that times up to 10 % more or less, drawn for each request, in three draws, of which
+the median counts; all under a cap of tokens that binds. ``one share, every time`` is the control: all ranks compute the
+same requests, in between the others and timed like them: what it shows is noise. ``spread``: the standard deviation of
+the ranks' times over their mean; where an assignment's is no larger than the control's, this machine cannot tell it
+from one without any idle. 64 ranks x 128 requests take about four minutes of CPU time.
 
 ``processes``: real gloo processes. A balanced step gathers the lengths of all ranks, partitions, exchanges the
 histories (all-to-all of their item ids; nothing of this is hidden here) and computes; an unbalanced one computes; both
@@ -22,6 +24,7 @@ share take, after one was measured alone (``replayed``).
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import tempfile
@@ -41,13 +44,15 @@ from semel.models.hstu import HSTU
 from semel.training import balance
 from semel.training.cost import CostModel
 
-SCALE = 16
+SCALE = 32
 """By what lengths are divided."""
 CLOCK, UNBALANCED = "one share, every time", "unbalanced"
 CAPPED = "equal_count, cap"
-WRONG = f"{CAPPED}, ±10 %"
+WRONG = [f"{CAPPED}, ±10 %, draw {draw}" for draw in (1, 2, 3)]
+MICRO = 16
+"""Requests of a micro-batch."""
 FITTED_ON = 48
-"""Steps of other batches that the cost model is fitted to."""
+"""Ranks' shares of other batches whose micro-batches the cost model is fitted to."""
 LAYERS = 24
 """Of the model whose steps are replayed: so many times as long as the measured one."""
 ITEMS = 10_000
@@ -105,12 +110,16 @@ def by_rank(lengths: np.ndarray, ranks: np.ndarray, world_size: int) -> list[np.
     return [lengths[ranks == rank] for rank in range(world_size)]
 
 
+def micro_batches(lengths: np.ndarray) -> list[np.ndarray]:
+    return [lengths[start : start + MICRO] for start in range(0, len(lengths), MICRO)]
+
+
 def fitted(step: Step, requests: int, steps: int) -> CostModel:
     """From unbalanced steps of other batches, as a trainer would."""
     model, random = CostModel(), np.random.default_rng(77)
     for _ in range(steps):
-        lengths = draw(requests, random)
-        model.observe(CostModel.features(lengths), step.least(lengths, 2))
+        for lengths in micro_batches(draw(requests, random)):
+            model.observe(CostModel.features(lengths), step.least(lengths, 2))
     return model.fit()
 
 
@@ -119,6 +128,7 @@ def measured(world_size: int, requests: int, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
+    gc.disable()
     try:
         step = Step()
         model = fitted(step, requests, FITTED_ON)
@@ -127,25 +137,29 @@ def measured(world_size: int, requests: int, repeats: int) -> dict[str, Any]:
         costs = model.predict(lengths)
         tokens = balance.loads(lengths, balance.equal_count(costs, world_size), world_size)
         cap = {"tokens": lengths, "token_cap": (tokens.max() + tokens.mean()) / 2}
-        wrong = costs * random.uniform(1 - ERROR, 1 + ERROR, len(costs))
         assignments = {UNBALANCED: np.arange(len(lengths)) % world_size,
-                       CAPPED: balance.equal_count(costs, world_size, **cap),
-                       WRONG: balance.equal_count(wrong, world_size, **cap)}
+                       CAPPED: balance.equal_count(costs, world_size, **cap)}
+        for name in WRONG:
+            wrong = costs * random.uniform(1 - ERROR, 1 + ERROR, len(costs))
+            assignments[name] = balance.equal_count(wrong, world_size, **cap)
         parts = {name: by_rank(lengths, ranks, world_size) for name, ranks in assignments.items()}
         parts[CLOCK] = [parts[CAPPED][0]] * world_size
-        times = {name: np.empty((repeats, world_size)) for name in parts}
-        work = [(name, rank) for name in parts for rank in range(world_size)]
+        work = [(name, rank, micro, part) for name in parts for rank in range(world_size)
+                for micro, part in enumerate(micro_batches(parts[name][rank]))]
+        taken = {name: np.zeros((repeats, world_size, -(-requests // MICRO))) for name in parts}
         for turn in range(repeats):
             for at in random.permutation(len(work)):
-                name, rank = work[at]
-                times[name][turn, rank] = step._run(parts[name][rank])
+                name, rank, micro, part = work[at]
+                taken[name][turn, rank, micro] = step._run(part)
+            gc.collect()
     finally:
+        gc.enable()
         os.sched_setaffinity(0, cores)
     rows = []
-    for name, taken in times.items():
-        least, everyone = taken.min(axis=0), np.arange(world_size)
+    for name, seconds in taken.items():
+        least, everyone = seconds.min(axis=0).sum(axis=1), np.arange(world_size)
         same = name == CLOCK
-        once = [balance.idle(one, everyone, world_size) for one in taken]
+        once = [balance.idle(one.sum(axis=1), everyone, world_size) for one in seconds]
         rows.append({
             "partition": name, "idle_tokens": 0.0 if same else balance.idle(lengths, assignments[name], world_size),
             "idle_cost": 0.0 if same else balance.idle(costs, assignments[name], world_size),
@@ -153,7 +167,7 @@ def measured(world_size: int, requests: int, repeats: int) -> dict[str, Any]:
             "idle_once_low": min(once), "idle_once_high": max(once), "slowest_ms": 1e3 * float(least.max()),
             "spread": float(least.std() / least.mean())})
     return {"ranks": world_size, "requests": requests, "repeats": repeats, "model": model.describe(), "rows": rows,
-            "times": {name: taken.tolist() for name, taken in times.items()}}
+            "times": {name: seconds.sum(axis=2).tolist() for name, seconds in taken.items()}}
 
 
 def rank_main(rank: int, world_size: int, requests: int, rounds: int, folder: str) -> None:
@@ -241,13 +255,13 @@ def processes(quick: bool) -> list[dict[str, Any]]:
 def show(result: dict[str, Any]) -> None:
     if "measured" in result:
         one = result["measured"]
-        print(f"\nmeasured steps: {one['ranks']} ranks x {one['requests']} requests, each share alone, the least of "
-              f"{one['repeats']} times")
+        print(f"\nmeasured steps: {one['ranks']} ranks x {one['requests']} requests, each micro-batch of {MICRO} "
+              f"alone, the least of {one['repeats']} times")
         print(f"  {one['model']}")
-        print(f"  {'partition':24}{'tokens':>9}{'cost':>10}{'time':>9}{'(timed once)':>16}{'spread':>9}{'slowest':>13}")
+        print(f"  {'partition':32}{'tokens':>9}{'cost':>10}{'time':>9}{'(timed once)':>16}{'spread':>9}{'slowest':>13}")
         for row in one["rows"]:
             once = f"{100 * row['idle_once_low']:.1f}-{100 * row['idle_once_high']:.1f}"
-            print(f"  {row['partition']:24}{100 * row['idle_tokens']:8.2f}%{100 * row['idle_cost']:9.3f}%"
+            print(f"  {row['partition']:32}{100 * row['idle_tokens']:8.2f}%{100 * row['idle_cost']:9.3f}%"
                   f"{100 * row['idle_time']:8.2f}%{once:>16}{100 * row['spread']:8.2f}%{row['slowest_ms']:10.1f} ms")
     if "processes" in result:
         print("\ngloo processes, wall clock a step, in turns")

@@ -12,8 +12,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from semel.training.pieces import Workers
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
 from semel.training.run import Run
+from semel.training.sharded import sharded_tables
 from semel.training.stages import StepStages, Work, updates
 from semel.training.timeline import Timeline
 from semel.training.trainer import LOG_EVERY, Interrupted, OnSigterm, new_run
@@ -78,9 +80,6 @@ class Follower:
                  on_progress: Callable[[Followed], None] | None = None) -> None:
         if recipe.model.objective != "ranking":
             raise ValueError(f"recipe {recipe.name!r} predicts the next item; following trains ranking recipes")
-        if recipe.sharding.tables:
-            raise ValueError(f"recipe {recipe.name!r} has sharded tables ({', '.join(recipe.sharding.tables)}); "
-                             "following trains with whole ones: set sharding.tables to nothing")
         self.folder, self.start, self.on_progress = Path(folder), start, on_progress
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder; name the one in which files of request rows appear")
@@ -160,9 +159,10 @@ class _Following:
         self.follower, self.recipe, self.run, self.objective = follower, follower.recipe, run, objective
         self.model, self.ranks, self.curves = model, ranks, curves
         config = self.recipe.optimizer
+        self.timeline = Timeline(ranks.rank)
+        self.tables = sharded_tables(model, self.recipe, self.timeline)
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate,
                                            betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
-        self.timeline = Timeline(ranks.rank)
         self.sums = gradient_sums(self.optimizer, ranks, self.timeline)
         self.memory = memory_writer(model, self.recipe, run.path, ranks, objective.catalogue)
         self.predictions = PredictionLog(run.path / "predictions", ranks.rank)
@@ -186,11 +186,13 @@ class _Following:
         if self.memory is not None:
             self.memory.start()
         recipe = self.recipe
-        loop = loops.overlapped if recipe.overlap else loops.plain
+        loop: Callable[..., Any] = loops.plain
+        if recipe.overlap:
+            loop = partial(loops.overlapped, meet=self.tables.meet if self.tables else None)
         with Workers(-(-recipe.pieces // self.ranks.world_size), recipe.seed) as workers:
             step = StepStages(recipe, self.objective, self.model, self.optimizer, workers, self.ranks, self.timeline,
-                              self.follower._stop.is_set, score=self._score, memory=self.memory,
-                              under_backward=self.sums)
+                              self.follower._stop.is_set, tables=self.tables, score=self._score,
+                              memory=self.memory, under_backward=self.sums)
             step.step = self.step
             stages = step.stages()
             idle_since = time.monotonic()
@@ -223,7 +225,8 @@ class _Following:
                 "stopped_early": False, "best": {"ne": ne.to_json()["ne"]}, "files": len(self.done), "rows": ne.rows,
                 "prequential": {**ne.to_json(), **auc.to_json()}, "wait_seconds": self.timeline.totals["input"],
                 "threads": torch.get_num_threads(), "ranks": self.ranks.world_size,
-                "parameters": sum(p.numel() for p in self.model.parameters())}, indent=1))
+                "parameters": sum(p.numel() for p in self.model.parameters())
+                + (self.tables.parameters if self.tables else 0)}, indent=1))
 
     def _works(self) -> Iterator[Work]:
         """The batches of the files that are there, until there is none that was not begun."""
@@ -296,12 +299,8 @@ class _Following:
             self._interrupt()
         if self.step % self.recipe.checkpoint_steps == 0:
             self._save()
-        else:
-            due = self.ranks.rank == 0 and time.monotonic() - self.versioned >= self.recipe.version_seconds
-            if self.memory is not None:  # all ranks publish their rows with it
-                due = self.ranks.any(due)
-            if due:
-                self._version()
+        elif self._due():
+            self._version()
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -327,7 +326,8 @@ class _Following:
         figures = {"ne": whole.to_json()["ne"], "auc": all_auc.to_json()["auc"], "window_ne": ne.to_json()["ne"],
                    "window_auc": auc.to_json()["auc"]}
         self.curves.record({"kind": "train", "step": self.step, "epoch": 0, "loss": loss, "samples_per_s": rate,
-                            "rows": whole.rows, **figures, "file": file, "seconds": seconds})
+                            "rows": whole.rows, **figures, "file": file, "seconds": seconds,
+                            **(self.tables.report() if self.tables else {})})
         if self.follower.on_progress is not None and self.ranks.rank == 0:
             self.follower.on_progress(Followed(self.step, whole.rows, file, len(self._waiting()), loss, rate,
                                                whole.ne, all_auc.value, ne.ne, auc.value, seconds))
@@ -340,10 +340,12 @@ class _Following:
         self.saved = self.step
         self.predictions.save(self.step)
         self._version()
+        folder = self.run.path / "checkpoints"
         parts: dict[str, Path] = {}
-        if self.memory is not None:
-            parts["memory"] = self.run.path / "checkpoints" / ".memory"
-            self.memory.save(parts["memory"])
+        for name, held in (("tables", self.tables), ("memory", self.memory)):
+            if held is not None:
+                parts[name] = folder / f".{name}"
+                held.save(parts[name])
         if self.ranks.rank:
             return
         tensors: dict[str, Tensor] = {
@@ -353,10 +355,20 @@ class _Following:
         state = {"done": self.done, "file": None if self.at is None else self.at[0],
                  "loader": None if self.at is None else self.at[1].state_dict(), "losses": self.window.losses,
                  "samples": samples, "seconds": self.seconds, "version": self.version}
-        save_checkpoint(self.run.path / "checkpoints", self.step, self.model, self.optimizer, tensors, state, parts)
+        save_checkpoint(folder, self.step, self.model, self.optimizer, tensors, state, parts)
+
+    def _due(self) -> bool:
+        """Whether who serves is to get weights: by rank 0's clock, and the same on all ranks where they hold parts."""
+        due = self.ranks.rank == 0 and time.monotonic() - self.versioned >= self.recipe.version_seconds
+        return due if self.tables is None and self.memory is None else self.ranks.any(due)
 
     def _version(self) -> None:
-        """Weights for who serves, behind the rows that were written so far."""
+        """Weights for who serves, behind the rows that were written so far: all ranks together where they hold
+        parts."""
+        with self.tables.gathered() if self.tables is not None else nullcontext():
+            self._write_version()
+
+    def _write_version(self) -> None:
         if self.memory is not None:
             self.memory.fill()
             self.memory.publish()  # not the weights either, where another trainer has taken over
@@ -371,6 +383,8 @@ class _Following:
         """Publish what is written."""
         if self.sums is not None:
             self.sums.close()
+        if self.tables is not None:
+            self.tables.close()
         if self.memory is not None:
             self.memory.close()
 
@@ -378,11 +392,13 @@ class _Following:
         path = latest_checkpoint(self.run.path / "checkpoints")
         assert path is not None
         tensors, state = load_checkpoint(path, self.model, self.optimizer)
-        if self.memory is not None:
-            self.memory.load(path)
         if "done" not in state:
             raise ValueError(f"{self.run.path} was trained in epochs; begin a run that follows from its model instead: "
                              f"--from {self.run.path}")
+        if self.memory is not None:
+            self.memory.load(path)
+        if self.tables is not None:
+            self.tables.load(path / "tables")
 
         def sums(kind: Any, name: str) -> Any:
             return kind.from_state({part.removeprefix(name): value.numpy() for part, value in tensors.items()

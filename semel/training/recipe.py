@@ -92,7 +92,8 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Tables whose rows are shared by ranks while a ranking model trains: ``tables`` are names of features.
+    """Tables whose rows are shared by ranks while a ranking model trains: ``tables`` are names of features (of an
+    early ranker those of the request and its history that are none of an item).
 
     Their rows are trained by an ``optimizer`` of their own, at ``learning_rate`` (None: the recipe's) with the recipe's
     warm-up, schedule and betas: one that leaves alone rows that a step does not use, without weight decay, outside
@@ -162,10 +163,16 @@ class Recipe:
                 raise ValueError(f"recipe {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
 
         if self.sharding.tables:
-            if self.model.kind in ("next_item", "early_ranker"):
+            if self.model.objective == "next_item":
                 raise ValueError(f"recipe {self.name!r}: sharding.tables is for models that look up what a batch "
                                  f"names; a {self.model.kind} model looks up items of the whole catalogue: set "
                                  f"sharding.tables to nothing")
+            if self.model.kind == "early_ranker":
+                tower = {self.features.item, *(feature.name for feature in self.features.candidate)}
+                for name in sorted(tower.intersection(self.sharding.tables)):
+                    raise ValueError(f"recipe {self.name!r}: sharding.tables names {name!r}, from which an "
+                                     f"early_ranker's tower computes items of the whole catalogue, whatever a batch "
+                                     f"names; name only tables of what is known of the request")
             if self.accumulate_tokens is not None:
                 raise ValueError(f"recipe {self.name!r}: sharding.tables fetches rows batch by batch, each of which "
                                  f"must be an update; set accumulate_tokens to none, or sharding.tables to nothing")

@@ -35,6 +35,10 @@ def test_steps_are_measured_and_processes_run():
 
     found = balance_steps.measured(8, 8, 2)
     rows = {row["partition"]: row for row in found["rows"]}
+    assert len(rows) == 3 + len(balance_steps.WRONG)
+    lines = {what: reached for what, _, reached, _ in balance.asked({"measured": found})}
+    middle = sorted(rows[name]["idle_time"] for name in balance_steps.WRONG)[1]
+    assert any("median draw" in what and f"{100 * middle:.2f} %;" in reached for what, reached in lines.items())
     assert rows[balance_steps.CAPPED]["idle_time"] < rows[balance_steps.UNBALANCED]["idle_time"]
     assert rows[balance_steps.CLOCK]["idle_time"] <= rows[balance_steps.CLOCK]["idle_once_high"]
     (row,) = balance_steps.processes(quick=True)
