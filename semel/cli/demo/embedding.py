@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from semel.cli.demo.serving import Ask
     from semel.training import Recipe
 
-REQUESTS, QUICK_REQUESTS = 120, 60
+REQUESTS, QUICK_REQUESTS = 120, 40
 ROUND = 30
 LEARNED, QUICK_LEARNED = 1500, 500
 """Requests of the training period, the last ones, that the model begins with."""
