@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,19 @@ import pytest
 
 if not Path("/dev/nvidiactl").exists():  # Triton reads this when it is imported, by whichever test is first
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+MEMORY, ENOUGH = Path("/dev/shm"), 4 << 30
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest decides where its folders are
+def pytest_configure() -> None:
+    """Folders of tests lie in memory where there is room: stores force each append to the disk, tests make thousands.
+
+    Not on macOS, nor in containers with little of it; an explicit ``--basetemp`` or PYTEST_DEBUG_TEMPROOT decides.
+    """
+    if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ENOUGH:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from semel.history.durable import replace_file
 from semel.loop.config import LoopConfig, LoopFolder, Served
 
-FIRST_EPOCHS = "1"
+FIRST_EPOCHS = 1
 LIVE = (("keep_versions", "100000"), ("memory.keep", "100000"), ("version_seconds", "10"))
 """Of the run that follows: nothing is removed but what ``semel.loop.retention`` finds that nobody needs; and what was
 learnt is served soon, also by a trainer that never catches up."""
@@ -43,12 +43,9 @@ def prepare(folder: LoopFolder, config: LoopConfig, say: Callable[[str], None], 
     shutil.rmtree(folder.runs, ignore_errors=True)  # of a start that did not come to its end
     say(f"a first model: {recipe.name}, {FIRST_EPOCHS} epoch")
     log = folder.logs / "prepare.log"
-    first = _run("train", recipe.name, "--store", folder.store, "--out", folder.runs, *overrides(config),
-                 "--set", f"epochs={FIRST_EPOCHS}", "--json", log=log, stopping=stopping)
-    run = _run("train", "--from", first, "--follow", folder.rows, "--until-idle", "0", "--out", folder.runs,
-               *overrides(config), "--json", log=log, stopping=stopping)
-    replace_file(done, json.dumps({"run": run, "first": first}).encode())
-    return Path(run)
+    made = _run("semel.loop.first_run", folder.path, log=log, stopping=stopping)
+    replace_file(done, json.dumps(made).encode())
+    return Path(made["run"])
 
 
 def overrides(config: LoopConfig) -> list[str]:
@@ -61,11 +58,11 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "semel.cli", *map(str, words)]
 
 
-def _run(*words: object, log: Path, stopping: threading.Event) -> str:
-    """The run that a training command made. In a session of its own: a Ctrl-C is for us, who ends it in order."""
+def _run(module: str, *words: object, log: Path, stopping: threading.Event) -> dict[str, str]:
+    """The object that a module printed. In a session of its own: a Ctrl-C is for us, who ends it in order."""
     with log.open("a") as errors:
-        training = subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=errors, text=True,
-                                    start_new_session=True)
+        training = subprocess.Popen([sys.executable, "-m", module, *map(str, words)], stdout=subprocess.PIPE,
+                                    stderr=errors, text=True, start_new_session=True)
     try:
         while training.poll() is None:
             if stopping.wait(0.1):
@@ -81,5 +78,5 @@ def _run(*words: object, log: Path, stopping: threading.Event) -> str:
             training.wait()
     if training.returncode:
         said = [line for line in log.read_text().splitlines() if line.strip()][-1:]
-        raise RuntimeError(f"semel {words[0]} ended with code {training.returncode}: {' '.join(said)} (see {log})")
-    return str(json.loads(out)["run"])
+        raise RuntimeError(f"the first training ended with code {training.returncode}: {' '.join(said)} (see {log})")
+    return dict(json.loads(out))

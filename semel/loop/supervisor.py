@@ -225,7 +225,7 @@ class Loop:
         import httpx
 
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
-            while not self._stopping.wait(1.0):
+            while not self._stopping.wait(1.0 if self._server else 0.2):  # the driver waits for the first
                 try:
                     told = time.time()
                     self._server = scrape(client.get("/metrics").raise_for_status().text)

@@ -6,7 +6,10 @@ import json
 import pytest
 from fastapi.testclient import TestClient
 
+from semel.examples import ExposureLog
+from semel.serving.predictor import Predictor
 from semel.serving.server import create_app
+from serving.stand_ins import make_store, seen_items, stand_in
 
 FILTERS = {"exclude_seen": False, "blocked": [9], "diversity": {"column": "genres", "most": 2}}
 RANK = {"user_id": 1, "candidates": [4, 5], "context": {"hour": 3.0}, "limit": 1, "as_of": 10, **FILTERS}
@@ -28,9 +31,14 @@ WRONG = {"integer": ["1", 1.5, True, [], {}], "number": ["1", True, [], {}, 10**
          "boolean": [1, "true", None]}
 
 
-@pytest.fixture
-def http(predictor):
-    with TestClient(create_app(predictor), base_url="http://127.0.0.1:8080") as client:
+@pytest.fixture(scope="module")
+def http(tmp_path_factory):
+    """One server for all that is refused: it must be none the worse for it."""
+    path = tmp_path_factory.mktemp("fuzz") / "store"
+    store, catalogue = make_store(path)
+    with (store, Predictor(stand_in(seen_items), store, catalogue, exposures=ExposureLog(path / "exposures"),
+                           max_candidates=30) as predictor,
+          TestClient(create_app(predictor), base_url="http://127.0.0.1:8080") as client):
         yield client
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from semel.cli.demo.serving import Ask
     from semel.training import Recipe
 
-REQUESTS = 120
+REQUESTS, QUICK_REQUESTS = 120, 40
 ROUND = 30
-LEARNED = 1500
+LEARNED, QUICK_LEARNED = 1500, 500
 """Requests of the training period, the last ones, that the model begins with."""
 UNKNOWN = 10
 """Candidates of a request that no catalogue has: they have no row."""
@@ -41,9 +41,10 @@ def step(demo: Demo) -> None:
     examples = open_examples(demo.store, demo.facts["examples"]["set"])
     with HistoryStore.open(demo.store / "catalogue") as catalogue:
         items = catalogue.keys()
-    asks = list(draw(examples.rows("test"), items, REQUESTS))
+    asks = list(draw(examples.rows("test"), items, QUICK_REQUESTS if demo.quick else REQUESTS))
     before = examples.rows("train")
-    before = before.select(np.argsort(before.pointers.as_of, kind="stable")[-LEARNED:])
+    learned = QUICK_LEARNED if demo.quick else LEARNED
+    before = before.select(np.argsort(before.pointers.as_of, kind="stable")[-learned:])
     recipe, log = _recipe(demo), ExposureLog(demo.store / "exposures")
     rows = demo.folder / "rows"
     rows.mkdir()

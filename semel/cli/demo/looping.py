@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from semel.cli.demo.state import Demo
 
-SECONDS, QUICK_SECONDS = 60.0, 6.0
+SECONDS, QUICK_SECONDS = 60.0, 5.0
 
 
 def step(demo: Demo) -> None:
@@ -12,8 +12,8 @@ def step(demo: Demo) -> None:
     from semel.loop import Loop, LoopConfig, verify
 
     # A simulated site: real data do not say how good a model could be.
-    config = LoopConfig(users=60 if demo.quick else 300, past_hours=24 if demo.quick else 24 * 7, window=3.0,
-                        rate=10.0 if demo.quick else 20.0)
+    config = LoopConfig(users=60 if demo.quick else 300, past_hours=24 if demo.quick else 24 * 7,
+                        window=2.0 if demo.quick else 3.0, rate=10.0 if demo.quick else 20.0)
     live = Loop(config, demo.folder / "loop", say=demo.say)
     last = live.run(QUICK_SECONDS if demo.quick else SECONDS)
     if not last:
