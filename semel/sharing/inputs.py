@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -199,7 +199,8 @@ class Signature:
                 return None
         return found
 
-    def of_one_request(self, request_inputs: Any, candidate_inputs: Any, offsets: Any) -> tuple[list[Tensor], int] | None:
+    def of_one_request(self, request_inputs: Any, candidate_inputs: Any,
+                       offsets: Any) -> tuple[list[Tensor], int] | None:
         """The tensors of one request and its candidates, side by side, and how many candidates; checked as ``collect``
         and ``check_offsets`` do, in a few microseconds. None for anything else, wrong inputs among them."""
         mine, theirs = self.listed(request_inputs, Stage.REQUEST), self.listed(candidate_inputs, Stage.CANDIDATE)
@@ -227,34 +228,40 @@ class Signature:
         return found
 
     @cached_property
-    def _places(self) -> list[int]:
-        """Where each input of the model lies among those of the request and, behind them, the candidate's; not for
-        inputs with columns of both sides."""
-        at = {name: i for i, name in enumerate(self._names[Stage.REQUEST] + self._names[Stage.CANDIDATE])}
-        return [at[item.name] for item in self.inputs]
+    def _steps(self) -> list[tuple[Input, int | None, int | None]]:
+        """Of each input of the model: where its part of the request lies in what ``of_one_request`` gives, and its part
+        of the candidates."""
+        mine, theirs = self._names[Stage.REQUEST], self._names[Stage.CANDIDATE]
+        at = [{name: i for i, name in enumerate(mine)}, {name: i for i, name in enumerate(theirs, len(mine))}]
+        return [(item, at[0].get(item.name), at[1].get(item.name)) for item in self.inputs]
+
+    @cached_property
+    def _picks(self) -> list[tuple[list[Any] | None, Any]] | None:
+        """Of each argument of ``forward`` its keys, where it is a dict, and what takes its tensors out of those of a
+        call. None where that is not all to do."""
+        if self.wide or self._arguments is None:
+            return None
+        places = [mine if mine is not None else theirs for _, mine, theirs in self._steps]
+        if any(keys is not None and len(at) < 2 for keys, at in self._arguments):
+            return None  # one item is taken out bare
+        return [(keys, itemgetter(*[places[i] for i in at])) for keys, at in self._arguments]
 
     def arguments(self, tensors: list[Tensor], count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of ``forward`` from what ``of_one_request`` gives: a row a candidate."""
-        requests = len(self._names[Stage.REQUEST])
-        if not self.wide:
-            if count > 1:
-                tensors = [x.expand(count, *x.shape[1:]) for x in tensors[:requests]] + tensors[requests:]
-            return self.call([tensors[i] for i in self._places])
-        mine, theirs = self.apart(tensors)
-        return self.call([self._row(item, mine.get(item.name), theirs.get(item.name), count) for item in self.inputs])
+        if count > 1:
+            requests = len(self._names[Stage.REQUEST])
+            tensors = [x.expand(count, *x.shape[1:]) for x in tensors[:requests]] + tensors[requests:]
+        if self._picks is not None:
+            return tuple([take(tensors) if keys is None else dict(zip(keys, take(tensors), strict=True))
+                          for keys, take in self._picks]), {}
+        return self.call([tensors[theirs] if mine is None else  # type: ignore[index]
+                          tensors[mine] if theirs is None else item.joined(tensors[mine], tensors[theirs])
+                          for item, mine, theirs in self._steps])
 
     def apart(self, tensors: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What ``of_one_request`` gives by name: the request's side and the candidates'."""
         mine, theirs = self._names[Stage.REQUEST], self._names[Stage.CANDIDATE]
         return dict(zip(mine, tensors, strict=False)), dict(zip(theirs, tensors[len(mine):], strict=True))
-
-    @staticmethod
-    def _row(item: Input, mine: Tensor | None, theirs: Tensor | None, count: int) -> Tensor:
-        if mine is not None and count > 1:
-            mine = mine.expand(count, *mine.shape[1:])
-        if mine is None or theirs is None:
-            return mine if theirs is None else theirs  # type: ignore[return-value]
-        return item.joined(mine, theirs)
 
 
 def covers(offsets: Any, candidates: int) -> bool:
