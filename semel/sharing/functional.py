@@ -178,7 +178,17 @@ def _contiguous(walk: _Walk, node: Any) -> Any:
     return node.args[0]
 
 
+def _chunk(walk: _Walk, node: Any) -> Any:
+    x, parts, dim = (*node.args, 0)[:3]
+    size = x.meta["val"].shape[dim]
+    if not isinstance(size, int):
+        return None
+    walk.seen(node)
+    return walk.call(node, aten.split.Tensor, (x, -(-size // parts), dim))
+
+
 _RULES: dict[Any, _Rule] = {
+    aten.chunk.default: _chunk,
     aten.to.dtype: _convert, aten.to.dtype_layout: _convert, aten.to.device: _convert, aten.to.other: _convert,
     **dict.fromkeys(_RESHAPES, _reshape),
     aten.dropout.default: _dropout, aten.feature_dropout.default: _dropout, aten.batch_norm.default: _batch_norm,

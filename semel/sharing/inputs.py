@@ -84,6 +84,15 @@ class Signature:
         return {stage: [name for name, *_ in wanted] for stage, wanted in self._wanted.items()}
 
     @cached_property
+    def _keys(self) -> dict[Stage, dict[str, str]]:
+        return {stage: {name: f"{stage}:{name}" for name in names} for stage, names in self._names.items()}
+
+    def placed(self, values: Mapping[str, Tensor], stage: Stage) -> dict[str, Tensor]:
+        """Inputs of one side by the names that they have in the programs."""
+        keys = self._keys[stage]
+        return {keys[name]: tensor for name, tensor in values.items()}
+
+    @cached_property
     def wide(self) -> bool:
         """Whether an input has columns of both sides."""
         return any(item.columns is not None for item in self.inputs)

@@ -171,7 +171,7 @@ class Scoring:
         form = self._form()
         if not count and not form.runs_empty:
             return RequestState({}, inputs, 0, {}, form)
-        given = {f"{Stage.REQUEST}:{name}": tensor for name, tensor in inputs.items()}
+        given = self.signature.placed(inputs, Stage.REQUEST)
         device = next(iter(inputs.values())).device
         given[TABLE] = torch.empty(count, 1, dtype=torch.bool, device=device)
         constants = form.constants(self._tensor)
@@ -185,8 +185,8 @@ class Scoring:
         device = next(iter(candidate.values())).device
         if not int(offsets[-1]):
             return form.empty(device)  # what splits the batch into parts of its own size cannot run on none
-        given = {f"{Stage.CANDIDATE}:{name}": tensor for name, tensor in candidate.items()}
-        given.update({f"{Stage.REQUEST}:{name}": tensor for name, tensor in state.inputs.items()})
+        given = self.signature.placed(candidate, Stage.CANDIDATE)
+        given.update(self.signature.placed(state.inputs, Stage.REQUEST))
         given.update(layout(offsets, device))
         given.update(state.constants)
         given.update(state.tensors)
