@@ -154,13 +154,14 @@ def tile_of(model: ZooModel) -> InputTile | None:
 class Compared:
     """One model in its four forms. Forms are made once and used at every number of candidates."""
 
-    def __init__(self, model: ZooModel, compile_both: bool, candidates: int = STATED, fewest: int = 1) -> None:
+    def __init__(self, model: ZooModel, compile_both: bool, candidates: int = STATED, fewest: int = 1,
+                 tiled: bool = True) -> None:
         self.model = model
         started = time.perf_counter()
         self.shared = share(model.module, model.example_inputs(4), request_inputs=model.request_inputs,
                             candidates_hint=candidates)
         self.share_seconds = time.perf_counter() - started
-        self.tile = tile_of(model)
+        self.tile = tile_of(model) if tiled else None
         self.piece = largest_piece(model)
         self.run_naive = compiled(model.module, compile_both)
         self.run_tile = compiled(self.tile, compile_both) if self.tile else None
@@ -246,7 +247,7 @@ def examine(build: Callable[[], ZooModel], arguments: argparse.Namespace,
     """All sizes of one model, or the reason why it cannot be shared. ``say`` gets the result as it grows."""
     model = build()
     try:
-        both = Compared(model, arguments.compiled, stated(arguments), min(arguments.sizes))
+        both = Compared(model, arguments.compiled, stated(arguments), min(arguments.sizes), not arguments.no_tile)
     except SharingError as error:
         return {"refused": " ".join(str(error).split())}
     lookups = both.tile.lookups if both.tile else 0
@@ -268,7 +269,7 @@ def cross_network(models: dict[str, Callable[[], ZooModel]], arguments: argparse
     candidates = stated(arguments)
     columns: Timed = {}
     for name, model in (("", "own.DCNv2"), ("parallel ", "own.ParallelDCNv2"), ("rDCN", "own.RDCN")):
-        one = Compared(models[model](), arguments.compiled, candidates, candidates).columns(candidates, False)
+        one = Compared(models[model](), arguments.compiled, candidates, candidates, False).columns(candidates, False)
         kind = name if name == "rDCN" else name + "exact"
         columns |= {f"{name}naive": one["naive"]} if name != "rDCN" else {}
         columns |= {kind: one["shared"], f"{kind}, cached": one["cached"]}
@@ -323,7 +324,7 @@ def work_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"torch": torch.__version__, "threads": torch.get_num_threads(),
             "runtime": "compiled" if arguments.compiled else "eager", "sizes": arguments.sizes,
             "ragged": arguments.ragged, "pairs": arguments.pairs, "seconds": arguments.seconds,
-            "float64": not arguments.no_float64, "quick": arguments.quick}
+            "float64": not arguments.no_float64, "tile": not arguments.no_tile, "quick": arguments.quick}
 
 
 def reported(results: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -371,6 +372,7 @@ def earlier(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         raise SystemExit(f"{path} holds no results of this benchmark ({type(error).__name__}: {error}); "
                          "name another file") from None
     work = json.loads(json.dumps(work_of(arguments)))
+    document = {"tile": True, **document}      # it had no name when none was left out
     other = [f"{key} {document.get(key)!r}, now {value!r}" for key, value in work.items() if document.get(key) != value]
     if other:
         raise SystemExit(f"{path} is of other work ({'; '.join(other)}); repeat its arguments, or name another file")
@@ -386,6 +388,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--seconds", type=float, default=300, help="for the rounds of one line; fewer rounds if longer")
     parser.add_argument("--no-float64", action="store_true", help="leave out the check in float64")
+    parser.add_argument("--no-tile", action="store_true",
+                        help="leave out the column of embeddings looked up once, which exports the model once more")
     parser.add_argument("--quick", action="store_true", help="small widths, three rounds: does it run")
     parser.add_argument("--json", nargs="?", type=Path, const=Path("-"), metavar="FILE",
                         help="JSON instead of the table; with FILE the table too, and FILE written after each model")

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from semel.sharing.demand import push_slices
 from semel.sharing.errors import SharingError
+from semel.sharing.functional import functional
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             warnings.simplefilter("ignore")
             program = torch.export.export(model, args, dict(kwargs), strict=False,
                                           dynamic_shapes=_by_name(model, args, kwargs, dynamic))
-            program = program.run_decompositions({})
-        push_slices(program.graph)
+            graph = functional(program.graph)
+            if graph is None:  # a second trace, longer than the first
+                program = program.run_decompositions({})
+                graph = program.graph
+        push_slices(graph)
     except Exception as error:  # torch raises many kinds
         raise SharingError(f"torch.export cannot trace {type(model).__name__}: {_reason(error)}") from error
     signature = program.graph_signature
@@ -73,8 +77,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             user.append(spec.arg.name)
         else:
             raise SharingError(f"{type(model).__name__} takes an input of kind {spec.kind.name}; pass it as a tensor")
-    output = next(node for node in program.graph.nodes if node.op == "output")
-    nodes = {node.name: node for node in program.graph.nodes}
+    output = next(node for node in graph.nodes if node.op == "output")
+    nodes = {node.name: node for node in graph.nodes}
     outputs, mutated = [], {}
     for spec, value in zip(signature.output_specs, output.args[0], strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
@@ -94,7 +98,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if others:
         raise SharingError(f"{type(model).__name__} does not need all inputs to have the same number of rows; only "
                            "models that score one row a candidate can be shared")
-    return ModelGraph(program.graph, parameters, lifted, tuple(node.name for node in tensors), tuple(outputs),
+    return ModelGraph(graph, parameters, lifted, tuple(node.name for node in tensors), tuple(outputs),
                       program.call_spec.out_spec, mutated, batch.node.expr)
 
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,18 @@ class Input:
         """Where each column of the model's input lies in the request's columns and, behind them, the candidate's."""
         return torch.from_numpy(np.argsort(np.concatenate([self.columns, self.others]), kind="stable"))
 
+    @cached_property
+    def behind(self) -> bool:
+        """Whether the candidate's columns are the last, so that putting them behind the request's is all to do."""
+        return bool((self.order == torch.arange(len(self.order))).all())
+
+    def joined(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """The model's input from the request's columns, a row a candidate, and the candidate's."""
+        both = torch.cat([mine, theirs], 1)
+        if self.behind:
+            return both
+        return both.index_select(1, self.order if both.device.type == "cpu" else self.order.to(both.device))
+
     def expected(self, stage: Stage) -> tuple[int, ...]:
         """The shape behind the rows of what a request (or a candidate) brings."""
         if self.columns is None:
@@ -72,6 +84,15 @@ class Signature:
         return {stage: [name for name, *_ in wanted] for stage, wanted in self._wanted.items()}
 
     @cached_property
+    def _keys(self) -> dict[Stage, dict[str, str]]:
+        return {stage: {name: f"{stage}:{name}" for name in names} for stage, names in self._names.items()}
+
+    def placed(self, values: Mapping[str, Tensor], stage: Stage) -> dict[str, Tensor]:
+        """Inputs of one side by the names that they have in the programs."""
+        keys = self._keys[stage]
+        return {keys[name]: tensor for name, tensor in values.items()}
+
+    @cached_property
     def wide(self) -> bool:
         """Whether an input has columns of both sides."""
         return any(item.columns is not None for item in self.inputs)
@@ -97,8 +118,8 @@ class Signature:
         return found
 
     @cached_property
-    def _kinds(self) -> dict[tuple[Stage, int], list[tuple[tuple[int, ...], torch.dtype]]]:
-        """By side and number of rows, for those that were called: shape and dtype of each input."""
+    def _kinds(self) -> dict[tuple[int | None, int | None], list[tuple[tuple[int, ...], torch.dtype]]]:
+        """What ``_expected`` gave, by the number of rows of each side."""
         return {}
 
     @cached_property
@@ -157,37 +178,110 @@ class Signature:
     def _at_once(self, values: Any, stage: Stage) -> tuple[dict[str, Tensor], int] | None:
         """``collect`` of inputs of which nothing is wrong, in the order of ``names``: a call for all of them and none
         for each, as a hundred checks take as long as a small model. None for any others."""
+        tensors = self.listed(values, stage)
+        if not tensors or {*map(type, tensors)} != _TENSORS:
+            return None
+        size = tensors[0].shape
+        rows = size[0] if size else 0
+        request = stage == Stage.REQUEST
+        if list(map(_kind, tensors)) != self._expected(rows if request else None, None if request else rows):
+            return None
+        return dict(zip(self._names[stage], tensors, strict=True)), rows
+
+    def listed(self, values: Any, stage: Stage) -> list[Any] | None:
+        """What a call's dict holds, in the order of ``names``; None where it is not in that order."""
         if type(values) is not dict:
             return None
-        names = self._names[stage]
-        flat = values
-        if list(values) != names:
-            groups = self._groups[stage]
-            if len(values) != len(groups):
-                return None
-            tensors: list[Any] = []
-            for name, keys in groups:
-                value = values.get(name)
-                if keys:
-                    if type(value) is not dict or list(value) != keys:
-                        return None
-                    tensors += value.values()
-                else:
-                    tensors.append(value)
-            flat = dict(zip(names, tensors, strict=True))
-        if {*map(type, flat.values())} != {Tensor}:
+        if list(values) == self._names[stage]:
+            return [*values.values()]
+        groups = self._groups[stage]
+        if len(values) != len(groups):
             return None
-        size = next(iter(flat.values())).shape
-        rows = size[0] if size else 0
-        expected = self._kinds.get((stage, rows))
-        if expected is None:
-            expected = [((rows, *shape), dtype) for _, shape, dtype in self._wanted[stage]]
+        found: list[Any] = []
+        for name, keys in groups:
+            value = values.get(name)
+            if not keys:
+                found.append(value)
+            elif type(value) is dict and list(value) == keys:
+                found += value.values()
+            else:
+                return None
+        return found
+
+    def of_one_request(self, request_inputs: Any, candidate_inputs: Any,
+                       offsets: Any) -> tuple[list[Tensor], int] | None:
+        """The tensors of one request and its candidates, side by side, and how many candidates; checked as ``collect``
+        and ``check_offsets`` do, in a few microseconds. None for anything else, wrong inputs among them."""
+        mine, theirs = self.listed(request_inputs, Stage.REQUEST), self.listed(candidate_inputs, Stage.CANDIDATE)
+        if not mine or not theirs:
+            return None
+        tensors = mine + theirs
+        if {*map(type, tensors)} != _TENSORS:
+            return None
+        size = theirs[0].shape
+        count = size[0] if size else 0
+        if not count or list(map(_kind, tensors)) != self._expected(1, count) or not covers(offsets, count):
+            return None
+        return tensors, count
+
+    def _expected(self, requests: int | None, candidates: int | None) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each input of the sides that are asked for, the request's first."""
+        key = requests, candidates
+        found = self._kinds.get(key)
+        if found is None:
+            found = [((rows, *shape), dtype) for rows, stage in zip(key, self._wanted, strict=True) if rows is not None
+                     for _, shape, dtype in self._wanted[stage]]
             if len(self._kinds) > 256:
                 self._kinds.clear()
-            self._kinds[stage, rows] = expected
-        return (flat, rows) if list(map(_kind, flat.values())) == expected else None
+            self._kinds[key] = found
+        return found
+
+    @cached_property
+    def _steps(self) -> list[tuple[Input, int | None, int | None]]:
+        """Of each input of the model: where its part of the request lies in what ``of_one_request`` gives, and its part
+        of the candidates."""
+        mine, theirs = self._names[Stage.REQUEST], self._names[Stage.CANDIDATE]
+        at = [{name: i for i, name in enumerate(mine)}, {name: i for i, name in enumerate(theirs, len(mine))}]
+        return [(item, at[0].get(item.name), at[1].get(item.name)) for item in self.inputs]
+
+    @cached_property
+    def _picks(self) -> list[tuple[list[Any] | None, Any]] | None:
+        """Of each argument of ``forward`` its keys, where it is a dict, and what takes its tensors out of those of a
+        call. None where that is not all to do."""
+        if self.wide or self._arguments is None:
+            return None
+        places = [mine if mine is not None else theirs for _, mine, theirs in self._steps]
+        if any(keys is not None and len(at) < 2 for keys, at in self._arguments):
+            return None  # one item is taken out bare
+        return [(keys, itemgetter(*[places[i] for i in at])) for keys, at in self._arguments]
+
+    def arguments(self, tensors: list[Tensor], count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of ``forward`` from what ``of_one_request`` gives: a row a candidate."""
+        if count > 1:
+            requests = len(self._names[Stage.REQUEST])
+            tensors = [x.expand(count, *x.shape[1:]) for x in tensors[:requests]] + tensors[requests:]
+        if self._picks is not None:
+            return tuple([take(tensors) if keys is None else dict(zip(keys, take(tensors), strict=True))
+                          for keys, take in self._picks]), {}
+        return self.call([tensors[theirs] if mine is None else  # type: ignore[index]
+                          tensors[mine] if theirs is None else item.joined(tensors[mine], tensors[theirs])
+                          for item, mine, theirs in self._steps])
+
+    def apart(self, tensors: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What ``of_one_request`` gives by name: the request's side and the candidates'."""
+        mine, theirs = self._names[Stage.REQUEST], self._names[Stage.CANDIDATE]
+        return dict(zip(mine, tensors, strict=False)), dict(zip(theirs, tensors[len(mine):], strict=True))
 
 
+def covers(offsets: Any, candidates: int) -> bool:
+    """Whether the offsets are, beyond doubt, those of one request with all candidates."""
+    if offsets is None:
+        return True
+    numbers = offsets.tolist() if type(offsets) is Tensor else offsets
+    return type(numbers) is list and numbers == [0, candidates] and type(numbers[1]) is int
+
+
+_TENSORS = {Tensor}
 _kind = attrgetter("shape", "dtype")
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from semel.batch import RequestBatch
 from semel.sharing.emission import Stage
 from semel.sharing.errors import SharingError
-from semel.sharing.inputs import Signature, flattened
+from semel.sharing.inputs import Signature, covers, flattened
 from semel.sharing.lowering import OWNER, SLOT, TABLE
 
 PARAMETER = "parameter:"
@@ -121,6 +121,10 @@ class Scoring:
         if candidate_inputs is None:
             raise SharingError("candidate_inputs are missing; pass (request_inputs, candidate_inputs, "
                                "candidate_offsets)")
+        at_once = None if torch.compiler.is_compiling() else \
+            self.signature.of_one_request(request_inputs, candidate_inputs, candidate_offsets)
+        if at_once is not None:
+            return self._one_request(*at_once)
         request, requests = self.signature.collect(request_inputs, Stage.REQUEST)
         candidate, count = self.signature.collect(candidate_inputs, Stage.CANDIDATE)
         offsets = check_offsets(candidate_offsets, requests, count)
@@ -128,6 +132,14 @@ class Scoring:
         if way == ORIGINAL:
             return self._broadcast(request, candidate, offsets)
         return self._score(self._request(request, requests), candidate, offsets, way)
+
+    def _one_request(self, tensors: list[Tensor], count: int) -> Any:
+        """A call whose inputs are known to be right; ``tensors``: the request's, then its candidates'."""
+        way = self.way(1, count, "call")
+        if way == ORIGINAL:
+            return self._unmodified(*self.signature.arguments(tensors, count))
+        request, candidate = self.signature.apart(tensors)
+        return self._score(self._request(request, 1), candidate, _whole(count), way)
 
     def request(self, request_inputs: Mapping[str, Any]) -> RequestState:
         """The request side, to be kept and scored against candidates as often as wanted."""
@@ -152,11 +164,14 @@ class Scoring:
     def _broadcast(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
         raise NotImplementedError("a saved form does not have the original")
 
+    def _unmodified(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        raise NotImplementedError("a saved form does not have the original")
+
     def _request(self, inputs: Mapping[str, Tensor], count: int) -> RequestState:
         form = self._form()
         if not count and not form.runs_empty:
             return RequestState({}, inputs, 0, {}, form)
-        given = {f"{Stage.REQUEST}:{name}": tensor for name, tensor in inputs.items()}
+        given = self.signature.placed(inputs, Stage.REQUEST)
         device = next(iter(inputs.values())).device
         given[TABLE] = torch.empty(count, 1, dtype=torch.bool, device=device)
         constants = form.constants(self._tensor)
@@ -170,8 +185,8 @@ class Scoring:
         device = next(iter(candidate.values())).device
         if not int(offsets[-1]):
             return form.empty(device)  # what splits the batch into parts of its own size cannot run on none
-        given = {f"{Stage.CANDIDATE}:{name}": tensor for name, tensor in candidate.items()}
-        given.update({f"{Stage.REQUEST}:{name}": tensor for name, tensor in state.inputs.items()})
+        given = self.signature.placed(candidate, Stage.CANDIDATE)
+        given.update(self.signature.placed(state.inputs, Stage.REQUEST))
         given.update(layout(offsets, device))
         given.update(state.constants)
         given.update(state.tensors)
@@ -191,8 +206,10 @@ class Scoring:
         return pytree.tree_unflatten(joined, specs[0])
 
 
-def taken(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def taken(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Those of ``values`` that a model takes, by path."""
+    if type(values) is dict and all(map(values.__contains__, names)):
+        return {name: values[name] for name in names}
     flat = flattened(values)
     wanted = set(names)
     missing = [name for name in names if name not in flat]
@@ -207,10 +224,8 @@ def check_offsets(candidate_offsets: Any, requests: int, candidates: int) -> Ten
         if requests != 1:
             raise SharingError(f"{requests} requests need candidate_offsets [{requests + 1}]")
         return _whole(candidates)
-    if requests == 1:  # the common case, in microseconds
-        numbers = candidate_offsets.tolist() if type(candidate_offsets) is Tensor else candidate_offsets
-        if type(numbers) is list and numbers == [0, candidates] and type(numbers[1]) is int:
-            return _whole(candidates)
+    if requests == 1 and covers(candidate_offsets, candidates):  # the common case, in microseconds
+        return _whole(candidates)
     try:
         offsets = torch.as_tensor(candidate_offsets)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -41,8 +41,22 @@ if TYPE_CHECKING:
 _SEVERAL = 4  # requests, where many of them are timed
 
 
+class _Parameters(dict[str, Any]):
+    """Of a shared model; ``changes`` counts how often one of any was replaced, so that a call need not look at all."""
+
+    changes = 0
+
+    def __setitem__(self, name: str, parameter: Any) -> None:
+        _Parameters.changes += 1
+        super().__setitem__(name, parameter)
+
+
 class _Bank(nn.Module):
     """Parameters under their dotted names, as ``state_dict`` has them. They stay where they are and whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = _Parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_parameters", ()) and hasattr(value, "device_mesh"):
@@ -72,7 +86,9 @@ class SharedModel(Scoring, _Bank):
         super().__init__()
         self.candidates = candidates
         self.choices: dict[tuple[str, bool], tuple[Choice, ...]] = {}
+        self._nearest: tuple[Any, dict[tuple[str, int, int], str]] = None, {}
         self._original = [model]  # in a list, so that its parameters are not there twice
+        self._owned = -1  # changes of parameters when they were last seen to be the model's
         self.signature = signature
         self._example = (args, dict(kwargs))
         self._forms: dict[bool, _Form] = {}
@@ -109,7 +125,8 @@ class SharedModel(Scoring, _Bank):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the graphs behind, which are made again when needed."""
-        return {**self.__dict__, "_forms": {}, "_bound": ((), (), ()), "_compiled_original": []}
+        return {**self.__dict__, "_forms": {}, "_bound": ((), (), ()), "_owned": -1,
+                "_nearest": (None, {}), "_compiled_original": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -167,24 +184,38 @@ class SharedModel(Scoring, _Bank):
         return self.original(*args, **kwargs)
 
     def _broadcast(self, request: Mapping[str, Tensor], candidate: Mapping[str, Tensor], offsets: Tensor) -> Any:
+        return self._unmodified(*self.signature.call(self.repeated(request, candidate, offsets)))
+
+    def _unmodified(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._compile_options is not None and not self._compiled_original:
             self._compiled_original = [torch.compile(self.original, **{"dynamic": True, **self._compile_options})]
-        args, kwargs = self.signature.call(self.repeated(request, candidate, offsets))
         return (self._compiled_original or self._original)[0](*args, **kwargs)
 
     def way(self, requests: int, candidates: int, what: str) -> str:
         if self.training:
             return SHARED  # one pass: a buffer that the model updates is updated once
-        choices = self.choices.get((what, requests != 1), ())
-        way = nearest(choices, candidates // max(requests, 1)).way if choices and candidates else ""
+        if self._nearest[0] is not self.choices:
+            self._nearest = self.choices, {}
+        known = self._nearest[1]
+        way = known.get((what, requests, candidates))
+        if way is None:
+            choices = self.choices.get((what, requests != 1), ())
+            way = nearest(choices, candidates // max(requests, 1)).way if choices and candidates else ""
+            if len(known) > 1024:
+                known.clear()
+            known[what, requests, candidates] = way
         if not way or (way == ORIGINAL and not self._own()):
             return super().way(requests, candidates, what)
         return way
 
     def _own(self) -> bool:
         """Whether parameters are the model's: torch.func.functional_call puts others in their place for a while."""
-        holders, names, parameters = self._bound
-        return all(map(is_, map(getitem, holders, names), parameters))
+        if self._owned != _Parameters.changes:
+            holders, names, parameters = self._bound
+            if not all(map(is_, map(getitem, holders, names), parameters)):
+                return False
+            self._owned = _Parameters.changes
+        return True
 
     def choose(self, sizes: Sequence[int] = (), seconds: float = SECONDS) -> None:
         """Times the ways on rows of the example inputs, for ``sizes`` of candidates a request (by default some up to
@@ -288,8 +319,7 @@ class SharedModel(Scoring, _Bank):
             elif count != 1:
                 mine = mine.expand(count, *mine.shape[1:])
             if item.columns is not None:
-                theirs = candidate[item.name]
-                mine = torch.cat([mine, theirs], 1).index_select(1, item.order.to(device))
+                mine = item.joined(mine, candidate[item.name])
             tensors.append(mine)
         return tensors
 
