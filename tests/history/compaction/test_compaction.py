@@ -62,12 +62,27 @@ def histories(store: HistoryStore, users: list[Any]) -> list[list[tuple[Any, ...
     return [events[a:b] for a, b in zip(table.offsets, table.offsets[1:], strict=False)]
 
 
-@given(seed=st.integers(0, 2**32), strings=st.booleans(), sizes=st.lists(st.integers(0, 150), min_size=1, max_size=4),
-       limit=st.integers(100_000, 300_000), workers=st.integers(1, 3),
-       codec=st.sampled_from(["packed", "plain", "cold"]))
-@settings(max_examples=40, deadline=None)
-def test_any_limit_gives_the_same_bytes(tmp_path_factory: pytest.TempPathFactory, seed: int, strings: bool,
-                                        sizes: list[int], limit: int, workers: int, codec: Any) -> None:
+any_store = given(seed=st.integers(0, 2**32), strings=st.booleans(),
+                  sizes=st.lists(st.integers(0, 150), min_size=1, max_size=4), limit=st.integers(100_000, 300_000),
+                  workers=st.integers(1, 3), codec=st.sampled_from(["packed", "plain", "cold"]))
+
+
+@any_store
+@settings(max_examples=15, deadline=None)
+def test_any_limit_gives_the_same_bytes(tmp_path_factory: pytest.TempPathFactory, **drawn: Any) -> None:
+    same_bytes(tmp_path_factory, **drawn)
+
+
+@pytest.mark.slow
+@any_store
+@settings(max_examples=150, deadline=None)
+@pytest.mark.timeout(900)
+def test_any_limit_gives_the_same_bytes_many_times(tmp_path_factory: pytest.TempPathFactory, **drawn: Any) -> None:
+    same_bytes(tmp_path_factory, **drawn)
+
+
+def same_bytes(tmp_path_factory: pytest.TempPathFactory, seed: int, strings: bool, sizes: list[int], limit: int,
+               workers: int, codec: Any) -> None:
     folder, random = tmp_path_factory.mktemp("stores"), np.random.default_rng(seed)
     users = [f"u\u00fc{i}" if strings else i - 3 for i in range(7)]
     schema = EventSchema(COLUMNS, pa.string() if strings else pa.int64())
