@@ -21,7 +21,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 """What differs from the recipes, so that the whole demo takes minutes; docs/results.md has what they reach in full."""
 QUICK_FIELDS: dict[str, dict[str, Any]] = {
     "rank": {"epochs": 2, "batch": 16, "optimizer.warmup_steps": 20},
-    "next": {"epochs": 4, "validate_every": 2, "examples.validate": True, "batch": 32, "optimizer.warmup_steps": 20},
+    "next": {"epochs": 6, "validate_every": 2, "examples.validate": True, "batch": 32, "optimizer.warmup_steps": 20},
 }
 """For a sample of the users: few epochs, and smaller batches, so that they hold enough steps to learn anything."""
 
