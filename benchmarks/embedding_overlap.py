@@ -24,9 +24,9 @@ The last row draws ids as a site would: a history of 8,192 events a process, ove
 popularity ~ rank^-0.85. Its collision share is what comes out; the issue asks for 8 times less exposed where it is at
 most 8 %. Two exchanges a step are always exposed: about 2.5 ms here beyond the link, 1 ms of it gloo's own time on the
 loopback. On a machine that is never calm, a slower link makes bytes weigh more than lateness, all else as stated
-(``--link-mb-s 3 --compute-ms 1400``: the link then needs four times as long, and so does what must hide it); and
+(``--link-mb-s 3 --compute-ms 2000``: the link then needs four times as long, and so does what must hide it); and
 ``chrt -f 5`` (root) wakes threads at once at the cost of whatever else runs there: say so beside the figures.
-Minutes: rounds x rows of the table x (3 x compute + blocking + 0.2 s) x 8 steps: about 8 with the defaults.
+Time: rounds x rows of the table x 8 steps x (2 x compute + blocking + 0.2 s): about 6 minutes with the defaults.
 """
 
 from __future__ import annotations

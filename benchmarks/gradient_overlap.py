@@ -9,7 +9,7 @@ sleep is what a link is to a step: the bytes need time and no core. (Real sums o
 ``tests/training/test_gradients.py``.) Three ways take turns in each step, in turned order, on the same batch, and must
 give the same gradients: summed ``under`` backward in buckets, ``after`` it in one message, and ``alone``, where there
 is nobody to sum with. Exposed: milliseconds of wall clock from the end of backward until all sums are there; of these,
-what is in ``alone`` too (adding up in the thread, waking it) is this machine's and not the link's. Medians over the
+what is in ``alone`` too (laying gradients side by side and back) is this machine's and not the link's. Medians over the
 steps, [quartiles]. At best what is exposed under backward is the last bucket's message, if backward is longer than the
 link. ``whole`` counts backward and sums: what a step gains. Less than a minute on a machine that is not busy.
 """
@@ -20,6 +20,7 @@ import argparse
 import json
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +43,39 @@ def measure(layers: int, width: int, rows: int, megabytes: float, steps: int) ->
     def over_ranks(flat: Tensor) -> None:
         time.sleep(message_s(flat.numel() * flat.element_size(), megabytes))
 
-    whole = 1 << 62
-    ways = {"under": GradientSums(parameters, over_ranks, Timeline(), BUCKET_BYTES),
-            "after": GradientSums(parameters, over_ranks, Timeline(), whole),
-            "alone": GradientSums(parameters, lambda flat: None, Timeline(), whole)}
+    sums = GradientSums(parameters, over_ranks, Timeline(), BUCKET_BYTES)
+    ways = ("under", "after", "alone")
     seconds: dict[str, dict[str, list[float]]] = {name: {"backward": [], "exposed": [], "whole": []} for name in ways}
     for step in range(steps + WARM):
         batch = torch.randn(rows, width)
         results = []
         for turn in range(len(ways)):
-            name = list(ways)[(step + turn) % len(ways)]
+            name = ways[(step + turn) % len(ways)]
             loss = model(batch).square().mean()
-            ways[name].begin(1)
+            sums.begin(1)
             began = time.perf_counter()
-            with ways[name].piece(0):
-                torch.autograd.grad(loss, parameters)
-            ways[name].end()
+            with sums.piece(0) if name == "under" else nullcontext():
+                gradients = torch.autograd.grad(loss, parameters)
             done = time.perf_counter()
-            results.append(ways[name].wait())
+            if name == "under":
+                sums.end()
+                results.append(sums.wait())
+            else:  # as ``Ranks.sum_in_place`` does
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                if name == "after":
+                    over_ranks(flat)
+                for gradient, part in zip(gradients, flat.split([p.numel() for p in parameters]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
+                results.append(list(gradients))
             ended = time.perf_counter()
             if step >= WARM:
                 for what, taken in (("backward", done - began), ("exposed", ended - done), ("whole", ended - began)):
                     seconds[name][what].append(1e3 * taken)
         assert all(torch.equal(results[0][i], other[i]) for other in results[1:] for i in range(len(parameters)))
-    last = sum(parameters[index].numel() * parameters[index].element_size() for index in ways["under"].buckets[-1])
-    for sums in ways.values():
-        sums.close()
+    last = sum(parameters[index].numel() * parameters[index].element_size() for index in sums.buckets[-1])
+    sums.close()
     size = sum(p.numel() * p.element_size() for p in parameters)
-    found: dict[str, Any] = {"gradient_mb": size / 1e6, "buckets": len(ways["under"].buckets),
+    found: dict[str, Any] = {"gradient_mb": size / 1e6, "buckets": len(sums.buckets),
                              "link_ms": 1e3 * message_s(size, megabytes),
                              "last_bucket_ms": 1e3 * message_s(last, megabytes), "steps": steps}
     for name, every in seconds.items():

@@ -82,13 +82,18 @@ def segments(weights: list[float], world_size: int) -> list[int]:
     return ranks
 
 
-def lpt(costs: list[float], world_size: int) -> list[int]:
-    """Each to the rank with the least cost, then the fewest requests, then the lowest number."""
-    ranks = [0] * len(costs)
-    heap = [(0.0, 0, rank) for rank in range(world_size)]
+def lpt(costs: list[float], world_size: int, tokens: list[float] | None = None, token_cap: float = np.inf
+        ) -> list[int] | None:
+    """Each to the rank with the least cost, then the fewest requests, then the lowest number, of those that have room
+    for its tokens; None where one finds no room."""
+    ranks, size = [0] * len(costs), tokens or [0.0] * len(costs)
+    sums = [(0.0, 0, rank, 0.0) for rank in range(world_size)]
     for request in _longest_first(costs):
-        load, count, rank = heap[0]
-        heapq.heapreplace(heap, (load + costs[request], count + 1, rank))
+        room = [one for one in sums if one[3] + size[request] <= token_cap]
+        if not room:
+            return None
+        load, count, rank, full = min(room)
+        sums[rank] = load + costs[request], count + 1, rank, full + size[request]
         ranks[request] = rank
     return ranks
 

@@ -40,7 +40,7 @@ def test_overlap_prints_what_it_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_gradients_under_backward_are_held_against_one_sum_after_it(tmp_path: Path) -> None:
     found = run("gradient_overlap", tmp_path, "--layers", "12", "--rows", "64", "--megabytes", "20", "--steps", "3")
-    assert found["buckets"] == 4 and found["link_ms"] == pytest.approx(157.9, abs=0.2)
+    assert found["buckets"] == 4 and found["link_ms"] == pytest.approx(158.1, abs=0.01)
     assert found["after"]["exposed"]["median_ms"] >= found["link_ms"]  # it slept that long after backward
     assert found["under"]["exposed"]["median_ms"] >= found["last_bucket_ms"]
     assert found["alone"]["whole"]["median_ms"] > 0 and found["times_less"] > 0

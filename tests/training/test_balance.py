@@ -33,6 +33,16 @@ def test_published_partitions_are_their_plain_forms(name, costs, world_size):
     assert getattr(balance, name)(costs, world_size).tolist() == plain
 
 
+@settings(max_examples=60, deadline=None)
+@given(costs=COSTS, world_size=st.integers(1, 9), slack=st.integers(0, 30), data=st.data())
+def test_lpt_takes_the_first_rank_that_has_room(costs, world_size, slack, data):
+    tokens = data.draw(st.lists(st.integers(0, 30), min_size=len(costs), max_size=len(costs)))
+    cap = max(max(tokens), -(-sum(tokens) // world_size) + slack)
+    plain = reference.lpt([float(cost) for cost in costs], world_size, [float(one) for one in tokens], cap)
+    if plain is not None:  # else it begins elsewhere, as the other partitions do
+        assert balance.lpt(costs, world_size, tokens=tokens, token_cap=cap).tolist() == plain
+
+
 @pytest.mark.parametrize("name", ["equal_count", "equal_cost"])
 @settings(max_examples=60, deadline=None)
 @given(costs=COSTS, world_size=st.integers(1, 6))
