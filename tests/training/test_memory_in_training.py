@@ -20,8 +20,7 @@ from semel.features import Feature, FeatureSpec, Task
 from semel.memory import DeltaPublisher, DeltaSubscriber, Fenced, ItemMemory
 from semel.models import current_version, exported, install, load_model, model_versions
 from semel.training import Follower, Interrupted, Trainer
-from semel.training.memory import CandidatePool, memory_writer
-from semel.training.ranks import Ranks
+from semel.training.memory import CandidatePool
 from semel.training.recipe import MemoryConfig, override
 
 ITEMS = np.arange(1, 30)
@@ -136,13 +135,6 @@ def test_two_ranks_write_what_one_writes(store, tmp_path):
     assert path == same and load_model(path).version == load_model(alone.path).version
     one, two = rows_of(alone.path / "memory").rows(), rows_of(f"{path}/memory").rows()
     assert torch.equal(one.keys, two.keys) and torch.equal(one.vectors, two.vectors)
-
-
-def test_reading_the_memory_in_training_needs_one_process(store, tmp_path):
-    model, ranks = untrained(store, tmp_path), Ranks()
-    model.item.reads, ranks.world_size = "cached", 2
-    with pytest.raises(ValueError, match="train with one process"):
-        memory_writer(model, recipe_of(store, tmp_path / "runs"), tmp_path, ranks, None)
 
 
 def fill(folder, rows, cuts):
