@@ -250,6 +250,10 @@ def test_the_pool_takes_new_items_first_then_the_oldest_rows(store):
     memory.write(pool.ids[taken], torch.zeros(4, 2), now=9)
     assert pool.ids[pool.take(4)].tolist() == [2, 4, 5, 6]
     assert pool.ids[pool.take(0)].tolist() == [] and len(pool.take(100)) == 10
+    resumed = CandidatePool(memory, None, FeatureSpec(), torch.arange(10))
+    pool.take(3)
+    resumed.restore(torch.cat([pool.queue, torch.tensor([99])]))  # one that is there no more is left out
+    assert torch.equal(resumed.queue, pool.queue) and resumed.take(4).tolist() == pool.take(4).tolist()
     small = CandidatePool(ItemMemory(3, 2), None, FeatureSpec(), torch.arange(10))
     assert len(small.new(100)) == len(small.take(100)) == 3
     small.memory.write([7, 8, 9], torch.zeros(3, 2))
