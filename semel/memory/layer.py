@@ -34,7 +34,9 @@ class MemoryLayer(nn.Module):
     output; an item without a row is a miss). ``miss_rate``: the share of rows hidden from the scorer.
 
     ``keep``: who takes the items [N] and the tower's output [N, dim] of a forward pass in place of the memory, where a
-    trainer computes a batch in parts, in several threads: it gives them to ``write`` once a step.
+    trainer computes a batch in parts, in several threads: it gives them to ``write`` once a step. ``recall``: who gives
+    the rows [N, dim] and hits [N] of items [N] in place of the memory, with ``reads="cached"``, where rows lie
+    elsewhere.
 
     ``fuse``: "gate" ``g c + (1 - g) a`` with ``g`` = sigmoid of a linear map of (c, a, hit), 0 without a hit; "sum"
     ``c + a``; "mlp" of (c, a, hit) with one hidden layer as wide as all three. ``c`` is 0 without a hit.
@@ -60,6 +62,7 @@ class MemoryLayer(nn.Module):
         elif fuse == "mlp":
             self.join = nn.Sequential(nn.Linear(2 * dim + 1, 2 * dim + 1), nn.ReLU(), nn.Linear(2 * dim + 1, dim))
         self.keep: Callable[[Tensor, Tensor], None] | None = None
+        self.recall: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
         self.step: Tensor
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
 
@@ -75,7 +78,7 @@ class MemoryLayer(nn.Module):
         if self.reads == "live":
             cached, hit = live[where], torch.ones_like(item, dtype=torch.bool)
         else:
-            rows, found, _ = self.memory.read(items, now=now)
+            rows, found = self.memory.read(items, now=now)[:2] if self.recall is None else self.recall(items)
             cached, hit = (rows + live - live.detach())[where], found[where]
         kept = torch.rand(len(item), device=item.device, generator=generator) >= self.miss_rate
         hit = hit & kept

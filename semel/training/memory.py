@@ -29,6 +29,7 @@ from semel.memory.layer import MemoryLayer
 from semel.memory.table import MISS, Changes
 from semel.models import exported
 from semel.models.early_ranker import EarlyRanker, memory_layer
+from semel.models.embeddings import ITEM
 from semel.training.memory_shards import MemoryShards, first_of_each
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
@@ -46,22 +47,18 @@ IDLE_ITEMS = 4096
 
 
 class MemoryWriter:
-    """``piece(number)``: around the forward pass of a piece; ``write(work)``: after that of a batch. ``publish()``:
-    what has changed, now; ``publish_model``: weights behind it; ``start()``: from now on, every ``interval`` seconds;
-    ``close()``. All but ``piece`` are called by all ranks together, each of which publishes a shard of one log.
+    """``piece(number)``: around the forward pass of a piece; ``recall(work)`` before that of a batch, of a model that
+    reads its memory in training while other ranks hold rows; ``write(work)`` after it. ``publish()``: what has changed,
+    now; ``publish_model``: weights behind it; ``start()``: from now on, every ``interval`` seconds; ``close()``. All
+    but ``piece`` are called by all ranks together, each of which publishes a shard of one log.
 
     Alone, a thread publishes in the background. Ranks do so at the end of a step (or while none comes), so that a
     sequence number is of one step in all shards; none of them goes on to the next number before all can.
-
-    Raises ValueError for a model that reads its memory in training on several ranks: a piece cannot wait for them.
     """
 
     def __init__(self, model: EarlyRanker, recipe: Recipe, url: str | Path, ranks: Ranks, catalogue: HistoryStore | None
                  ) -> None:
         layer = model.item
-        if layer.reads == "cached" and ranks.world_size > 1:
-            raise ValueError('model.reads "cached" reads rows that other ranks hold while a piece is computed: train '
-                             'with one process, or with model.reads "live"')
         self.model, self.layer, self.config, self.url, self.ranks = model, layer, recipe.memory, url, ranks
         self.elsewhere = recipe.memory.url is not None
         self.shards = MemoryShards(layer, ranks)
@@ -72,6 +69,10 @@ class MemoryWriter:
         self._due = math.inf
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         layer.keep = self._take
+        self.recalls = layer.reads == "cached" and ranks.world_size > 1
+        self._recalled: tuple[Tensor, Tensor, Tensor] | None = None
+        if self.recalls:
+            layer.recall = self._rows_of
 
     @contextmanager
     def piece(self, number: int) -> Iterator[None]:
@@ -83,6 +84,19 @@ class MemoryWriter:
 
     def _take(self, items: Tensor, vectors: Tensor) -> None:
         self._made[_piece.get()] = items, vectors
+
+    def recall(self, work: Work) -> None:
+        """For every batch, before its forward pass: its rows, as they were left by the batch before it."""
+        none = torch.empty(0, dtype=torch.int64)
+        items = torch.unique(torch.cat([none, *(piece.candidate[ITEM] for _, piece in work.pieces)]))
+        vectors, hit, _ = self.shards.shared.read(items)
+        self._recalled = items, vectors, hit
+
+    def _rows_of(self, items: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._recalled is not None
+        known, vectors, hit = self._recalled
+        place = torch.searchsorted(known, items)
+        return vectors[place], hit[place]
 
     def write(self, work: Work) -> None:
         """For every batch, after its forward pass."""
@@ -206,7 +220,7 @@ class MemoryWriter:
 
     def close(self) -> None:
         """What is published by a thread is published to the end; what ``publish`` was not called for is not."""
-        self.layer.keep = None
+        self.layer.keep = self.layer.recall = None
         if self.publisher is not None and self.publisher.running:
             self.publisher.close()
 

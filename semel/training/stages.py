@@ -39,8 +39,12 @@ class Exchange(Protocol):
 
 
 class Remembers(Protocol):
-    """Takes what an item tower computed: within ``piece`` for a piece, and ``write`` once a batch, on all ranks."""
+    """Takes what an item tower computed: within ``piece`` for a piece, and ``write`` once a batch, on all ranks. Where
+    it ``recalls``, ``recall`` gets a batch's rows from other ranks before it is computed."""
 
+    recalls: bool
+
+    def recall(self, work: Work) -> None: ...
     def piece(self, number: int) -> AbstractContextManager[None]: ...
     def write(self, work: Work) -> None: ...
 
@@ -140,13 +144,14 @@ class StepStages:
         self._seconds = 0.0
 
     def stages(self) -> list[Stage]:
-        """In order; exchange, embed, score and remember only where there is something to do."""
+        """In order; exchange, embed, score, recall and remember only where there is something to do."""
         return [
             Stage("read", self._read, ahead=True),
             *([Stage("exchange", self._exchange, ahead=True)] if self.exchange else []),
             Stage("materialize", self._materialize, ahead=True),
             *([Stage("embed", self._tables.embed)] if self._tables else []),
             *([Stage("score", self._score)] if self._score else []),
+            *([Stage("recall", self._memory.recall)] if self._memory and self._memory.recalls else []),
             Stage("forward", self._forward),
             Stage("backward", self._backward),
             Stage("update", self._update),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semel.comm import run_threads
-from semel.memory import DeltaSubscriber, ItemMemory, ShardedMemory
+from semel.memory import DeltaPublisher, DeltaSubscriber, ItemMemory, ShardedMemory
 from semel.memory.sharded import owners
 
 DIM = 3
@@ -33,6 +33,8 @@ def test_ranks_together_are_one_memory(writes, asked):
             memory.write(keys, vector[step, transport.rank], step, now=step)
         read = memory.read(torch.tensor(asked[transport.rank :], dtype=torch.int64), now=100)
         assert memory.owned(memory.memory.rows().keys).all()
+        ages = memory.ages(torch.tensor(asked[transport.rank :], dtype=torch.int64), now=100)
+        assert torch.equal(ages, read[2])
         return len(memory.memory), read
 
     found = run_threads(3, work)
@@ -60,6 +62,44 @@ def test_each_rank_publishes_its_shard_of_one_log(tmp_path):
     assert subscriber.position.sequence == 2 and subscriber.position.shards == 2
     got, hit, _ = subscriber.memory.read(keys)
     assert hit.tolist() == [False] * 5 + [True] * 45 and torch.equal(got[5:], vectors[5:])
+
+
+def test_shards_that_check_first_stay_at_one_sequence_number(tmp_path, monkeypatch):
+    """A sink that does not answer one of them: neither publishes, and nothing is lost."""
+    first = DeltaPublisher(one := ItemMemory(50, DIM), tmp_path, shards=2)
+    second = DeltaPublisher(other := ItemMemory(50, DIM), tmp_path, shard=1, shards=2, epoch=first.epoch)
+
+    def publish(step):
+        for publisher in (first, second):
+            publisher.check()
+        for publisher in (first, second):
+            publisher.record(step)
+
+    one.write([2], torch.full((1, DIM), 2.0), 1)
+    publish(1)
+    create, names = second.sink.create, second.sink.names
+
+    def silent(*_):
+        raise OSError("no answer")
+
+    monkeypatch.setattr(second.sink, "names", silent)
+    other.write([3], torch.full((1, DIM), 3.0), 2)
+    with pytest.raises(OSError, match="no answer"):
+        publish(2)
+    assert first.sequence == second.sequence == 1 and second.backlog == 1
+    monkeypatch.setattr(second.sink, "names", names)
+    monkeypatch.setattr(second.sink, "create", silent)  # it is gone between the check and the record
+    with pytest.raises(OSError, match="no answer"):
+        publish(2)
+    assert first.sequence == second.sequence == 2
+    subscriber = DeltaSubscriber(tmp_path)
+    subscriber.poll()
+    assert subscriber.position.sequence == 1
+    monkeypatch.setattr(second.sink, "create", create)
+    publish(3)
+    subscriber.poll()
+    assert subscriber.position.sequence == 3
+    assert subscriber.memory.rows().keys.tolist() == [2, 3]
 
 
 def test_keys_spread_evenly_and_bad_rows_are_refused():

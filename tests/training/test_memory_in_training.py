@@ -20,8 +20,7 @@ from semel.features import Feature, FeatureSpec, Task
 from semel.memory import DeltaPublisher, DeltaSubscriber, Fenced, ItemMemory
 from semel.models import current_version, exported, install, load_model, model_versions
 from semel.training import Follower, Interrupted, Trainer
-from semel.training.memory import CandidatePool, memory_writer
-from semel.training.ranks import Ranks
+from semel.training.memory import CandidatePool
 from semel.training.recipe import MemoryConfig, override
 
 ITEMS = np.arange(1, 30)
@@ -138,13 +137,6 @@ def test_two_ranks_write_what_one_writes(store, tmp_path):
     assert torch.equal(one.keys, two.keys) and torch.equal(one.vectors, two.vectors)
 
 
-def test_reading_the_memory_in_training_needs_one_process(store, tmp_path):
-    model, ranks = untrained(store, tmp_path), Ranks()
-    model.item.reads, ranks.world_size = "cached", 2
-    with pytest.raises(ValueError, match="train with one process"):
-        memory_writer(model, recipe_of(store, tmp_path / "runs"), tmp_path, ranks, None)
-
-
 def fill(folder, rows, cuts):
     folder.mkdir(exist_ok=True)
     for number, (a, b) in enumerate(pairwise(cuts)):
@@ -258,6 +250,10 @@ def test_the_pool_takes_new_items_first_then_the_oldest_rows(store):
     memory.write(pool.ids[taken], torch.zeros(4, 2), now=9)
     assert pool.ids[pool.take(4)].tolist() == [2, 4, 5, 6]
     assert pool.ids[pool.take(0)].tolist() == [] and len(pool.take(100)) == 10
+    resumed = CandidatePool(memory, None, FeatureSpec(), torch.arange(10))
+    pool.take(3)
+    resumed.restore(torch.cat([pool.queue, torch.tensor([99])]))  # one that is there no more is left out
+    assert torch.equal(resumed.queue, pool.queue) and resumed.take(4).tolist() == pool.take(4).tolist()
     small = CandidatePool(ItemMemory(3, 2), None, FeatureSpec(), torch.arange(10))
     assert len(small.new(100)) == len(small.take(100)) == 3
     small.memory.write([7, 8, 9], torch.zeros(3, 2))

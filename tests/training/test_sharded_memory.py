@@ -74,6 +74,7 @@ def train_all(folder, out):
     found: dict[str, Any] = {"trained": str(Trainer(recipe_of(store, out)).fit().path)}
     shard = loops[0].memory.shards.memory
     found["keys"], found["capacity"] = shard.rows().keys.tolist(), shard.capacity
+    found["cached"] = str(Trainer(recipe_of(store, out, **{"model.reads": "cached"})).fit().path)
     found["resumed"] = stopped_and_resumed(lambda: Trainer(recipe_of(store, out)), {})
     often = {"memory.interval": 0.001, "version_seconds": 0.01, "memory.snapshot_every": 5}
 
@@ -127,6 +128,14 @@ def test_two_ranks_have_the_rows_of_one_each_its_own(data, two, tmp_path):
     for rank, part in enumerate(parts):
         assert part and set(owners(np.array(sorted(part)), 2).tolist()) == {rank}
     assert all(found["capacity"] < recipe_of(f"{data}/store", tmp_path).model.memory_rows for found in two)
+
+
+@pytest.mark.slow
+def test_reading_rows_of_other_ranks_in_training_gives_the_bits_of_one(data, two, tmp_path):
+    alone = Trainer(recipe_of(f"{data}/store", tmp_path, **{"model.reads": "cached"})).fit()
+    run = two[0]["cached"]
+    assert load_model(run).version == load_model(alone.path).version != load_model(two[0]["trained"]).version
+    same_rows(run, alone.path)
 
 
 @pytest.mark.slow
