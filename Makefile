@@ -30,6 +30,7 @@ types: $(VENV)/installed-dev
 
 $(BIN)/pip:  # the last thing that venv makes, so that a broken attempt is made again
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Semel needs Python 3.11 or newer; $(PYTHON) is %d.%d: make PYTHON=python3.12" % v[:2] or 0)'
+	@echo "making $(VENV), and installing into it: some minutes where torch must be fetched"
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp for each kind of installation: a second run finds it and starts at once.

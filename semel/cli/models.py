@@ -70,8 +70,10 @@ def _ask(url: str, token: str | None, stage: str, version: str | None, run: str 
             return client.serve(version, run=run, stage=stage)
     except ServerError as error:
         raise ValueError(f"{url}: {error}") from None
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise OSError(f"{url} does not answer: {error}; is semel serve running there?") from None
+    except httpx.TransportError as error:
+        raise OSError(str(error)) from None
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{url}: {error}; name a server's address or a run's folder") from None
 
 
 def _show(found: Models, as_json: bool) -> None:

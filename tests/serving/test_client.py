@@ -107,7 +107,8 @@ def test_after_the_last_retry_the_error_comes_out(scripted):
 
 
 def test_no_server_is_a_connect_error():
-    with Client("http://127.0.0.1:9", retries=0) as client, pytest.raises(httpx.ConnectError):
+    refused = pytest.raises(httpx.ConnectError, match=r"http://127.0.0.1:9.*semel serve")
+    with Client("http://127.0.0.1:9", retries=0) as client, refused:
         client.health()
     with pytest.raises(ValueError, match="retries must not be negative"):
         Client(retries=-1)

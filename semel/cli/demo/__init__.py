@@ -78,6 +78,10 @@ def _run(work: Demo, number: int, title: str, step: Callable[[Demo], None]) -> N
     started = time.perf_counter()
     try:
         step(work)
+    except KeyboardInterrupt:
+        output.remarks().print(f"stopped in step {number} ({title}); what there is so far lies in {work.folder}, "
+                               "and a new demo begins anew", markup=False, soft_wrap=True)
+        raise
     except Exception as error:
         line = line_of(error)
         if line is None and not isinstance(error, RuntimeError):
