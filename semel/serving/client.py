@@ -240,8 +240,8 @@ class _Attempts:
     def failed(self, error: httpx.TransportError) -> None:
         """There was no answer. Raises it where that was the last attempt, or another would count twice."""
         if self._number == self._retries or not isinstance(error, self._again):
-            raise type(error)(f"{error.request.url} does not answer: {str(error) or type(error).__name__}; is semel serve "
-                              "running there?", request=error.request) from None
+            raise type(error)(f"{error.request.url} does not answer: {str(error) or type(error).__name__}; is semel "
+                              "serve running there?", request=error.request) from None
 
     def answered(self, response: httpx.Response) -> bool:
         """Whether it is the answer. Raises ServerError for a refusal that stays one."""
