@@ -14,6 +14,8 @@ from semel.examples.logs import ExposureLog
 
 CANDIDATES_A_PART = 1 << 18
 """Some 40 MB with all that is made of them to score them again."""
+RECORDS_JOINED = 256
+"""A record holds a few exposures, and what lies around its columns takes more than they do."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def parts(log: ExposureLog, found: Survey, candidates: int = CANDIDATES_A_PART
     """The wanted exposures, some ``candidates`` at a time, all of a batch in one part, with the places [rows] of each.
     Within a part they are in the order of the log."""
     waiting: list[tuple[pa.Table, np.ndarray]] = []  # exposures, and where they are in ``found``
-    count = start = 0
+    count = start = joined = 0
     for table in log.tables():
         low, high = np.searchsorted(found.places, [start, start + len(table)])
         start += len(table)
@@ -83,6 +85,9 @@ def parts(log: ExposureLog, found: Survey, candidates: int = CANDIDATES_A_PART
         own = table.take(found.places[low:high] - (start - len(table)))
         waiting.append((own, np.arange(low, high)))
         count += _candidates(own)
+        if len(waiting) - joined == RECORDS_JOINED:
+            waiting[joined:] = [_together(waiting[joined:])]
+            joined += 1
         if count < candidates:
             continue
         whole, rows = _together(waiting)
@@ -90,7 +95,7 @@ def parts(log: ExposureLog, found: Survey, candidates: int = CANDIDATES_A_PART
         if done.any():
             yield whole.filter(pa.array(done)), found.places[rows[done]]
         left = whole.filter(pa.array(~done))
-        waiting, count = [(left, rows[~done])], _candidates(left)
+        waiting, count, joined = [(left, rows[~done])], _candidates(left), 1
     if waiting:
         whole, rows = _together(waiting)
         if len(whole):
@@ -102,4 +107,5 @@ def _candidates(exposures: pa.Table) -> int:
 
 
 def _together(waiting: list[tuple[pa.Table, np.ndarray]]) -> tuple[pa.Table, np.ndarray]:
-    return pa.concat_tables([table for table, _ in waiting]), np.concatenate([rows for _, rows in waiting])
+    tables, rows = zip(*waiting, strict=True)
+    return pa.concat_tables(tables).combine_chunks(), np.concatenate(rows)
