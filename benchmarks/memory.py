@@ -32,17 +32,17 @@ from benchmarks.sharing import upper_rank
 from semel.memory import DeltaPublisher, DeltaSubscriber, FoldedMemory, ItemMemory, MemoryLayer, QuantizedMemory
 
 
-def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds a call, round by round, in turning order, after two rounds that are thrown away."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, times: int = 1) -> dict[str, list[float]]:
+    """Seconds of ``times`` calls, round by round, after two rounds that are thrown away. They are called one after
+    another, in turning order, so that a machine that slows down within a round slows down all of them."""
+    seconds: dict[str, list[float]] = {name: [0.0] * (rounds + 2) for name in calls}
     order = list(calls)
-    for i in range(rounds + 2):
+    for i in range((rounds + 2) * times):
         for name in order[i % len(order):] + order[:i % len(order)]:
             started = time.perf_counter()
             calls[name]()
-            if i >= 2:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+            seconds[name][i // times] += time.perf_counter() - started
+    return {name: taken[2:] for name, taken in seconds.items()}
 
 
 def rows(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def latency(arguments: argparse.Namespace) -> dict[str, Any]:
 
     calls = {"frozen": frozen, "folded": lambda: folded.read(item) @ user,
              "layer": lambda: layer(item, None, item % 1000) @ user}
-    repeated = {name: (lambda call=call: [call() for _ in range(20)]) for name, call in calls.items()}
-    seconds = interleaved(repeated, max(arguments.rounds, 15))
-    each = {name: statistics.median(v) / 20 / candidates * 1e6 for name, v in seconds.items()}
+    times = 50
+    seconds = interleaved(calls, max(arguments.rounds, 15), times)
+    each = {name: statistics.median(v) / times / candidates * 1e6 for name, v in seconds.items()}
     result: dict[str, Any] = {"microseconds_a_candidate": each, "ratio": {}, "upper_bound": {}}
     for name in ("folded", "layer"):
         ratios = sorted(a / b for a, b in zip(seconds[name], seconds["frozen"], strict=True))

@@ -79,11 +79,10 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows = predictors["rows"]
         rows._item_side = RowByRow(rows.catalogue, rows.memory, True)
 
-        def calls(name: str) -> Any:
-            return lambda: [predictors[name].prerank(0, candidates, as_of=10**15, limit=100)
-                            for _ in range(arguments.calls)]
+        def call(name: str) -> Any:
+            return lambda: predictors[name].prerank(0, candidates, as_of=10**15, limit=100)
 
-        seconds = interleaved({name: calls(name) for name in predictors}, arguments.rounds)
+        seconds = interleaved({name: call(name) for name in predictors}, arguments.rounds, arguments.calls)
     each = {name: statistics.median(v) / arguments.calls / arguments.candidates * 1e6 for name, v in seconds.items()}
     result: dict[str, Any] = {"microseconds_a_candidate": each, "ratio": {}, "upper_bound": {}}
     for name in ("memory", "rows"):

@@ -84,17 +84,21 @@ class FoldedMemory:
         """Compute them anew when they are next asked for, as items without a row."""
         self.rows.delete(items)
 
-    @torch.no_grad()
     def read(self, item: Tensor, out: Tensor | None = None) -> Tensor:
         """``item`` [C] int64 -> vectors [C, dim], of which every one counts; in ``out`` where it is given."""
         vectors, hit, _ = self.rows.read(item, out)
-        if not bool(hit.all()):
-            missing, where = torch.unique(item[~hit], return_inverse=True)
-            fused = self._fused(missing, torch.zeros(len(missing), self.rows.dim),
-                                torch.zeros(len(missing), dtype=torch.bool))
-            vectors[~hit] = fused[where]
-            self._keep(missing, fused)
+        if not hit.numpy().all():
+            self._compute(item[~hit], vectors, ~hit)
         return vectors
+
+    @torch.no_grad()
+    def _compute(self, item: Tensor, vectors: Tensor, miss: Tensor) -> None:
+        """Items without a row, into ``vectors[miss]``; and keep them."""
+        missing, where = torch.unique(item, return_inverse=True)
+        fused = self._fused(missing, torch.zeros(len(missing), self.rows.dim),
+                            torch.zeros(len(missing), dtype=torch.bool))
+        vectors[miss] = fused[where]
+        self._keep(missing, fused)
 
     def _keep(self, items: Tensor, fused: Tensor) -> None:
         """Never so many that a row of the memory has to leave for them."""

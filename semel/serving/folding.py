@@ -70,18 +70,18 @@ class Folding:
         from semel.models.early_ranker import VECTOR
 
         memory = self._nothing if memory is None else memory
-        ids, lengths = batch.candidate["item_id"], batch.candidate_offsets.diff().numpy()
-        as_of, versions = batch.request["as_of"].numpy(), np.broadcast_to(np.asarray(version, np.int64), len(lengths))
-        if self._catalogue is None:
-            versions = np.zeros_like(versions)
+        ids, as_of = batch.candidate["item_id"], batch.request["as_of"].numpy()
+        versions = np.asarray(0 if self._catalogue is None else version, np.int64)
         table = self._table(memory)
         with table.lock:
-            table.see(max(versions.tolist(), default=0))
+            table.see(int(versions.max(initial=0)))
             vectors = table.folded.read(ids)
-            other = table.others(items, ids.numpy(), as_of, versions, lengths)
+            older = (versions != table.version) | (as_of <= table.newest)
+            other = table.others(items, ids.numpy(), older, batch.candidate_offsets)
         if other is not None and other.any():
             where = np.flatnonzero(other)
-            some = torch.from_numpy(where)
+            some, lengths = torch.from_numpy(where), batch.candidate_offsets.diff().numpy()
+            versions = np.broadcast_to(versions, as_of.shape)
             candidate = {"item_id": ids[some], **self._features(items[where], np.repeat(as_of, lengths)[where],
                                                                 np.repeat(versions, lengths)[where])}
             part = replace(batch, candidate=candidate)
@@ -154,14 +154,13 @@ class _Table:
         place = np.minimum(np.searchsorted(known, ids), len(known) - 1)
         return np.where(known[place] == ids, keys[place], _NOBODY)
 
-    def others(self, items: np.ndarray, ids: np.ndarray, as_of: np.ndarray, versions: np.ndarray, lengths: np.ndarray
-               ) -> np.ndarray | None:
+    def others(self, items: np.ndarray, ids: np.ndarray, older: np.ndarray, offsets: Tensor) -> np.ndarray | None:
         """Which candidates [C] (None: not one) have other features than those that vectors were made of: the request
-        sees an older catalogue, or they share their stable id with an item of it, as "4.0" does with "4"."""
-        older = (versions != self.version) | (as_of <= self.newest)
+        sees an older catalogue (``older`` [R]), or they share their stable id with an item of it, as "4.0" does with
+        "4"."""
         if not older.any() and not len(self.ahead) and self._raw is None:
             return None
-        other = np.repeat(older, lengths)
+        other = np.repeat(older, offsets.diff().numpy())
         if len(self.ahead):
             other |= np.isin(ids, self.ahead)
         if self._raw is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,15 +47,17 @@ class ItemSide:
     @contextmanager
     def rows(self, artifact: ModelArtifact) -> Iterator[tuple[Rows, Position | None]]:
         """A function that puts what there is of the candidates into a batch, and of which position it is."""
-        with ExitStack() as stack:
-            memory = position = None
-            if self._memory is not None and self._memory.position is not None:
-                memory, position = stack.enter_context(self._memory.reading())
-            if self.way(artifact) == "folded":
-                folding = self._folding(artifact)
-                yield lambda batch, items, version: folding.folded(batch, items, version, memory), position
-            else:
-                yield lambda batch, items, version: joined(batch, artifact, memory)[0], position
+        if self._memory is None or self._memory.position is None:
+            yield self._of(artifact, None), None
+        else:
+            with self._memory.reading() as (memory, position):
+                yield self._of(artifact, memory), position
+
+    def _of(self, artifact: ModelArtifact, memory: ItemMemory | None) -> Rows:
+        if self.way(artifact) != "folded":
+            return lambda batch, items, version: joined(batch, artifact, memory)[0]
+        folding = self._folding(artifact)
+        return lambda batch, items, version: folding.folded(batch, items, version, memory)
 
     def forget(self) -> None:
         """Let go of all vectors: features that they were made of were erased."""
