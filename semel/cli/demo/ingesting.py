@@ -11,7 +11,7 @@ from semel.cli.demo.state import Demo
 if TYPE_CHECKING:
     from semel.datasets import Dataset
 
-QUICK_USERS = 400
+QUICK_USERS = 350
 
 
 def step(demo: Demo) -> None:
