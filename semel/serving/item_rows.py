@@ -24,11 +24,9 @@ def subscribe(artifact: Any, run: Path, url: str | Path | None = None) -> DeltaS
     from semel.memory import CorruptDelta, DeltaGap, DeltaSubscriber
     from semel.models.early_ranker import memory_layer
 
+    check_memory(artifact, run, url)
     if memory_layer(artifact.model) is None:
-        if url is None:
-            return None
-        raise ValueError(f"memory {url}: model {artifact.version} of {run} has no item memory and would read nothing "
-                         "there; leave it out, or serve a model that has one (the recipes ..._memory train such)")
+        return None
     told, url = url is not None, run / "memory" if url is None else url
     rows = DeltaSubscriber(url)
     try:
@@ -39,6 +37,15 @@ def subscribe(artifact: Any, run: Path, url: str | Path | None = None) -> DeltaS
         _check_unbegun(rows)
     check_width(artifact, rows)
     return rows.start(POLL_S)
+
+
+def check_memory(artifact: Any, run: Path, url: str | Path | None) -> None:
+    """ValueError for a ``url`` (None: not told) that a model without a memory would never read."""
+    from semel.models.early_ranker import memory_layer
+
+    if url is not None and memory_layer(artifact.model) is None:
+        raise ValueError(f"memory {url}: model {artifact.version} of {run} has no item memory and would read nothing "
+                         "there; leave it out, or name a run that has one (the recipes ..._memory train such)")
 
 
 def _check_unbegun(rows: DeltaSubscriber) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from semel.serving.item_rows import check_memory
 from semel.serving.logged import Survey, parts, survey
 from semel.serving.scoring import Way, on_path, score
 
@@ -151,13 +152,15 @@ class _Totals:
 
 class Rescorer:
     """Exposures of models that ``run`` keeps, scored by the version and from the memory rows that they name.
-    ``memory``: RUN/memory by default. A context manager: closing it closes the stores."""
+    ``memory``: RUN/memory by default; ValueError where a model has none that would read it. A context manager: closing
+    it closes the stores."""
 
     def __init__(self, run: Path, store: Path, memory: str | Path | None = None) -> None:
         from semel.history import HistoryStore
         from semel.memory import MemoryHistory
 
-        self._run, self._memory = run, MemoryHistory(run / "memory" if memory is None else memory)
+        self._run, self._told = run, memory
+        self._memory = MemoryHistory(run / "memory" if memory is None else memory)
         self._artifact: ModelArtifact | None = None
         with ExitStack() as opened:
             self._history = opened.enter_context(closing(HistoryStore.open(store, mode="r")))
@@ -188,6 +191,7 @@ class Rescorer:
         if self._artifact is None or self._artifact.version != version:
             self._artifact = None
             self._artifact = load_model(self._run, version)
+            check_memory(self._artifact, self._run, self._told)
         return self._artifact
 
     def __enter__(self) -> Rescorer:

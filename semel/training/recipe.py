@@ -256,7 +256,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         return value
     if origin is tuple:
         if isinstance(value, str):
-            value = [part for part in value.strip("()[] ").split(",") if part.strip()]
+            value = [part.strip(" '\"") for part in value.strip("()[] ").split(",") if part.strip()]
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{where} must be a list, got {value!r}")
         return tuple(_coerce(arguments[0], item.strip() if isinstance(item, str) else item, where) for item in value)

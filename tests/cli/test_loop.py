@@ -59,7 +59,7 @@ def test_compact_moves_what_is_in_the_log(semel, trained):
 
 
 @pytest.mark.timeout(180)
-def test_serve_then_replay_is_exact(semel, trained, tmp_path):
+def test_serve_then_replay_is_exact(semel, refused, trained, tmp_path):
     from semel import Client
 
     with serving(trained.run, trained.store, tmp_path / "server.log") as url, Client(url) as client:
@@ -74,6 +74,8 @@ def test_serve_then_replay_is_exact(semel, trained, tmp_path):
     assert report["max_difference"] == 0.0
     shown = semel("replay", trained.run, "--store", trained.store)
     assert "histories_equal" in shown.stdout and "2 of 2" in shown.stdout
+    said = refused("replay", trained.run, "--store", trained.store, "--memory", tmp_path / "rows")
+    assert "has no item memory" in said
 
 
 @pytest.mark.timeout(180)

@@ -16,6 +16,8 @@ def test_overrides_reach_nested_fields_and_parse_text():
     assert recipe.epochs == 3 and recipe.model.encoder.layers == 4 and recipe.model.hidden == (64, 32)
     assert recipe.optimizer.schedule == "linear" and recipe.examples.max_candidates is None
     assert recipe.model.encoder.time is False
+    for text in ('["user_id", "age"]', "['user_id','age']", "user_id, age"):  # as JSON, Python or a shell would have it
+        assert override(recipe, {"sharding.tables": text}).sharding.tables == ("user_id", "age")
     assert recipes.get("ml1m_rank").epochs != 3 or recipe is not recipes.get("ml1m_rank")
 
 
