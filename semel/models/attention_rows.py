@@ -13,19 +13,14 @@ Axes as in ``semel.models.attention``.
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba.extending import overload
 from torch import Tensor
 
+from semel.models.compiled import exp, kernel, shared_out
 from semel.models.time_bias import TIME_BOUNDS
 
 BLOCK = 32
@@ -35,19 +30,14 @@ SERIAL_PAIRS = 1 << 14
 """Fewer query-key pairs than this are not worth a second thread."""
 
 
-_NO_TIME = np.empty(0, np.int64)
+TimeRuns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""What a query sees, in runs of one time bucket: those ``first[query]`` to ``end[query]``; each one's ``stop``, the
+column behind its last, and ``bucket``. All layers, forward and backward, add by these."""
+
+_NO_RUNS: TimeRuns = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
 
 _EVERYTHING = 1 << 62
 """A window that leaves nothing out."""
-
-
-def _kernel(function: Any) -> Any:
-    # Reassociation and fused multiply-add let sums use whole vectors; infinities and NaN keep their meaning.
-    how: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
-    try:
-        return numba.njit(cache=True, **how)(function)
-    except RuntimeError:  # no folder to keep compiled code in: compile once a process
-        return numba.njit(**how)(function)
 
 
 class RowsPlan:
@@ -55,35 +45,29 @@ class RowsPlan:
 
     def __init__(self, query_offsets: Tensor, key_offsets: Tensor, causal: bool, query_time: Tensor | None,
                  key_time: Tensor | None, window: int | None = None, prefix: int = 0) -> None:
-        times = (_NO_TIME, _NO_TIME)
-        if query_time is not None and key_time is not None:
-            times = query_time.numpy(), key_time.numpy()
         near = _EVERYTHING if window is None else window
         seen = (0, near) if window is None else (prefix, near)
-        self.rows = (query_offsets.numpy(), key_offsets.numpy(), *times, np.array(TIME_BOUNDS), causal, *seen)
+        self.rows = (query_offsets.numpy(), key_offsets.numpy(), causal, *seen)
+        self.times = None if query_time is None or key_time is None else (query_time.numpy(), key_time.numpy())
         pairs = np.diff(self.rows[0]) * np.minimum(np.diff(self.rows[1]), near + prefix + BLOCK)
         self.pairs = int(pairs.sum())
         self.order = np.argsort(-pairs, kind="stable")
+        self._runs: dict[tuple[int, int], TimeRuns] = {}
 
-    def run(self, loop: Callable[..., None], *arguments: Any) -> None:
-        """``loop`` over all rows, shared out to threads."""
+    def run(self, loop: Callable[..., None], timed: bool, *arguments: Any) -> None:
+        """``loop`` over all rows, shared out to threads; ``timed``: where there are times, with time buckets."""
         threads = min(torch.get_num_threads(), len(self.order)) if self.pairs > SERIAL_PAIRS else 1
-        if threads <= 1:
-            loop(*arguments, *self.rows, self.order)
-            return
-        first, *others = (np.ascontiguousarray(self.order[part::threads]) for part in range(threads))
-        running = [_pool(threads).submit(loop, *arguments, *self.rows, order) for order in others]
-        loop(*arguments, *self.rows, first)
-        for part in running:
-            part.result()
 
+        def part(number: int) -> None:
+            order = np.ascontiguousarray(self.order[number::threads])
+            runs = _NO_RUNS
+            if timed and self.times is not None:
+                if (threads, number) not in self._runs:
+                    self._runs[threads, number] = _time_runs(*self.times, np.array(TIME_BOUNDS), *self.rows, order)
+                runs = self._runs[threads, number]
+            loop(*arguments, *runs, *self.rows, order)
 
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="semel-attention")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads stay behind in the parent
+        shared_out(part, threads)
 
 
 class RowsAttention(torch.autograd.Function):
@@ -94,7 +78,7 @@ class RowsAttention(torch.autograd.Function):
                 time_bias: Tensor, plan: RowsPlan, weighting: str, scale: float, norm: float) -> Tensor:
         inputs = [x.contiguous() for x in (q * scale, k, v / norm, own_k, own_v / norm, position_bias, time_bias)]
         out = torch.empty_like(inputs[0])
-        plan.run(_forward, *map(_array, inputs), weighting == "softmax", out.numpy())
+        plan.run(_forward, len(time_bias) > 0, *map(_array, inputs), weighting == "softmax", out.numpy())
         ctx.save_for_backward(*inputs)
         ctx.plan, ctx.weighting, ctx.scale, ctx.norm = plan, weighting, scale, norm
         return out
@@ -107,8 +91,8 @@ class RowsAttention(torch.autograd.Function):
         totals = [torch.zeros_like(x) for x in tokens]
         # One line a row, added up in their order: the sum is then the same for any number of threads.
         by_row = [torch.zeros(rows, len(x), dtype=x.dtype) for x in (position_bias, time_bias)]
-        plan.run(_backward, *map(_array, inputs), ctx.weighting == "softmax", _array(grads[0].contiguous()),
-                 *map(_array, totals), *map(_array, by_row))
+        plan.run(_backward, len(time_bias) > 0, *map(_array, inputs), ctx.weighting == "softmax",
+                 _array(grads[0].contiguous()), *map(_array, totals), *map(_array, by_row))
         dq, dk, dv, down_k, down_v = totals
         needed = ctx.needs_input_grad
         return (
@@ -123,32 +107,7 @@ def _array(x: Tensor) -> np.ndarray:
     return x.detach().numpy()
 
 
-def _exp(x):
-    return math.exp(x)
-
-
-@overload(_exp, inline="always")
-def _exp_by_type(x):
-    if x != numba.float32:
-        return lambda x: np.exp(x)
-    # 2**n * 2**f with n an integer and |f| <= 1/2, 2**f by its power series to f**6. It errs by 3e-7 of itself near 0
-    # and 4e-6 at 80 (float32 rounds x / ln 2), and unlike a call of the C library it runs a whole vector at a time.
-    f32, i32 = np.float32, np.int32
-    per_power, low, high, half = f32(1 / math.log(2)), f32(-126), f32(127), f32(0.5)
-    c1, c2, c3, c4, c5, c6 = (f32(math.log(2) ** n / math.factorial(n)) for n in range(1, 7))
-    one, bias, mantissa = f32(1), i32(127), i32(23)
-
-    def exp(x):
-        power = min(max(x * per_power, low), high)
-        whole = np.floor(power + half)
-        f = power - whole
-        series = one + f * (c1 + f * (c2 + f * (c3 + f * (c4 + f * (c5 + f * c6)))))
-        return series * i32((i32(whole) + bias) << mantissa).view(f32)
-
-    return exp
-
-
-@_kernel
+@kernel
 def _dots(rows, first, count, head, columns, at, width, out, to):
     """``out[i, to + j] = sum_d rows[first + i, head, d] columns[d, at + j]`` for i < count, j < width. Two rows and
     four terms at a time: what the vector registers hold. ``out`` has a row to spare."""
@@ -175,7 +134,7 @@ def _dots(rows, first, count, head, columns, at, width, out, to):
             d += 1
 
 
-@_kernel
+@kernel
 def _weigh(a, b, width, rows, first, head, o, p):
     """``o[d] += sum_j a[j] rows[first + j, head, d]`` for j < width, and ``p`` the same with ``b``."""
     j = 0
@@ -195,7 +154,7 @@ def _weigh(a, b, width, rows, first, head, o, p):
         j += 1
 
 
-@_kernel
+@kernel
 def _weigh_block(weights, at, count, width, rows, first, head, out, to, spare):
     """``out[to + i, head] += sum_j weights[i, at + j] rows[first + j, head]`` for i < count, j < width."""
     for i in range(0, count - 1, 2):
@@ -205,7 +164,7 @@ def _weigh_block(weights, at, count, width, rows, first, head, out, to, spare):
         _weigh(weights[i, at:], weights[i, at:], width, rows, first, head, out[to + i, head], spare)
 
 
-@_kernel
+@kernel
 def _transpose(rows, first, count, head, out):
     """``out[d, j] = rows[first + j, head, d]``."""
     for j in range(count):
@@ -214,7 +173,15 @@ def _transpose(rows, first, count, head, out):
             out[d, j] = b[d]
 
 
-@_kernel
+@kernel
+def _sum(a, start, stop):
+    total = a.dtype.type(0)
+    for j in range(start, stop):
+        total += a[j]
+    return total
+
+
+@kernel
 def _dot(a, b):
     total = a[0] * b[0]
     for d in range(1, len(a)):
@@ -222,28 +189,35 @@ def _dot(a, b):
     return total
 
 
-@_kernel
-def _add_bias(scores, start, stop, behind, position_bias, now, key_time, first, bounds, time_bias, bucket):
-    """Biases by distance and by time bucket of the columns ``start:stop``, where there are any; fills ``bucket``. The
-    query stands ``behind`` column 0, whose key is ``first``. Neighbours in a history are neighbours in time: the bucket
-    of the key before is the place to look from."""
+@kernel
+def _by_column(position_bias, longest):
+    """``out[longest - distance]`` for distances 0 to ``longest``: neighbouring columns, neighbouring places."""
     positions = len(position_bias)
-    if positions:
-        for j in range(start, stop):
-            scores[j] += position_bias[min(behind - j, positions - 1)]
-    if len(time_bias) and len(key_time):
-        b, last = 0, len(bounds) - 1
-        for j in range(start, stop):
-            distance = abs(now - key_time[first + j])
-            while distance < bounds[b]:
-                b -= 1
-            while b < last and distance >= bounds[b + 1]:
-                b += 1
-            bucket[j] = b
-            scores[j] += time_bias[b]
+    out = np.empty(longest + 1 if positions else 0, position_bias.dtype)
+    for place in range(len(out)):
+        out[place] = position_bias[min(longest - place, positions - 1)]
+    return out
 
 
-@_kernel
+@kernel
+def _add_line(scores, start, stop, line, at):
+    """``scores[j] += line[at + j]`` for the columns ``start:stop``."""
+    for j in range(start, stop):
+        scores[j] += line[at + j]
+
+
+@kernel
+def _add_runs(scores, time_bias, run_stop, run_bucket, first, end):
+    """Add the biases of the runs ``first`` to ``end``. Columns between two that do not touch get some, too."""
+    start = 0
+    for run in range(first, end):
+        bias = time_bias[run_bucket[run]]
+        for j in range(start, run_stop[run]):
+            scores[j] += bias
+        start = run_stop[run]
+
+
+@kernel
 def _block(start, count, keys, causal, prefix, window):
     """What the queries ``start`` to ``start + count`` see together: keys ``0:low`` and ``local:high``. In columns the
     second run follows the first: column j >= low is key j + ``gap``."""
@@ -253,7 +227,7 @@ def _block(start, count, keys, causal, prefix, window):
     return low, high, local, local - low
 
 
-@_kernel
+@kernel
 def _seen(query, keys, causal, window, low, local, gap):
     """Of these one query sees the columns ``0:a`` and ``b:seen``; it stands ``behind`` key 0 by so many."""
     behind = query if causal else keys
@@ -263,9 +237,53 @@ def _seen(query, keys, causal, window, low, local, gap):
     return behind, a, min(max(a, max(local, behind - window) - gap), seen), seen
 
 
-@_kernel
-def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, query_offsets, key_offsets, query_time,
-             key_time, bounds, causal, prefix, window, order):
+@kernel
+def _time_runs(query_time, key_time, bounds, query_offsets, key_offsets, causal, prefix, window, order):
+    """``TimeRuns`` of the rows of ``order``."""
+    run_first, run_end = np.empty(len(query_time), np.int64), np.empty(len(query_time), np.int64)
+    run_stop, run_bucket = np.empty(16 * len(query_time), np.int32), np.empty(16 * len(query_time), np.uint8)
+    runs = 0
+    for row in order:
+        first_q, first_k = query_offsets[row], key_offsets[row]
+        queries, keys = query_offsets[row + 1] - first_q, key_offsets[row + 1] - first_k
+        for start in range(0, queries, BLOCK):
+            low, _, local, gap = _block(start, min(BLOCK, queries - start), keys, causal, prefix, window)
+            for query in range(start, min(start + BLOCK, queries)):
+                _, a, b, seen = _seen(query, keys, causal, window, low, local, gap)
+                at = first_q + query
+                if runs + seen > len(run_stop):
+                    run_stop = np.append(run_stop, np.empty(runs + seen, np.int32))
+                    run_bucket = np.append(run_bucket, np.empty(runs + seen, np.uint8))
+                run_first[at] = runs
+                runs = _find_runs(0, a, query_time[at], key_time, first_k, bounds, run_stop, run_bucket, runs)
+                runs = _find_runs(b, seen, query_time[at], key_time, first_k + gap, bounds, run_stop, run_bucket, runs)
+                run_end[at] = runs
+    return run_first, run_end, run_stop, run_bucket
+
+
+@kernel
+def _find_runs(start, stop, now, key_time, first, bounds, run_stop, run_bucket, runs):
+    """Cut the columns ``start:stop`` (column 0 is key ``first``) and put them behind the ``runs`` there are; how many
+    then. Neighbours in a history are neighbours in time: the bucket of the key before is the place to look from."""
+    b, last, j = 0, len(bounds) - 1, start
+    while j < stop:
+        distance = abs(now - key_time[first + j])
+        while distance < bounds[b]:
+            b -= 1
+        while b < last and distance >= bounds[b + 1]:
+            b += 1
+        low, high = bounds[b], bounds[b + 1] if b < last else np.iinfo(np.int64).max
+        j += 1
+        while j < stop and low <= abs(now - key_time[first + j]) < high:
+            j += 1
+        run_stop[runs], run_bucket[runs] = j, b
+        runs += 1
+    return runs
+
+
+@kernel
+def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, run_first, run_end, run_stop, run_bucket,
+             query_offsets, key_offsets, causal, prefix, window, order):
     depth = q.shape[2]
     one = q.dtype.type(1)
     own = len(own_k) > 0
@@ -275,7 +293,7 @@ def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, quer
     columns = np.empty((depth, longest), q.dtype)
     scores = np.empty((BLOCK + 1, longest + 1), q.dtype)  # the own token's score stands behind the last key's
     spare = np.empty(depth, q.dtype)
-    bucket = np.zeros(longest, np.int64)
+    line = _by_column(position_bias, longest)
     for row in order:
         first_q, first_k = query_offsets[row], key_offsets[row]
         queries, keys = query_offsets[row + 1] - first_q, key_offsets[row + 1] - first_k
@@ -292,10 +310,11 @@ def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, quer
                     at = first_q + start + i
                     behind, a, b, seen = _seen(start + i, keys, causal, window, low, local, gap)
                     s, o = scores[i], out[at, head]
-                    now = query_time[at] if len(query_time) else 0
-                    _add_bias(s, 0, a, behind, position_bias, now, key_time, first_k, bounds, time_bias, bucket)
-                    _add_bias(s, b, seen, behind - gap, position_bias, now, key_time, first_k + gap, bounds, time_bias,
-                              bucket)
+                    if len(line):
+                        _add_line(s, 0, a, line, longest - behind)
+                        _add_line(s, b, seen, line, longest - behind + gap)
+                    if len(run_first):
+                        _add_runs(s, time_bias, run_stop, run_bucket, run_first[at], run_end[at])
                     for j in range(a, b):
                         s[j] = -np.inf
                     width = seen
@@ -306,7 +325,7 @@ def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, quer
                         _softmax(s, width)
                     else:
                         for j in range(width):
-                            s[j] = s[j] / (one + _exp(-s[j]))
+                            s[j] = s[j] / (one + exp(-s[j]))
                     for d in range(depth):
                         o[d] = s[seen] * own_v[at, head, d] if own else 0
                     for j in range(a, b):
@@ -318,7 +337,7 @@ def _forward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, out, quer
                 _weigh_block(scores, low, count, block - low, v, first_k + local, head, out, first_q + start, spare)
 
 
-@_kernel
+@kernel
 def _softmax(s, width):
     if not width:
         return
@@ -326,7 +345,7 @@ def _softmax(s, width):
     for j in range(1, width):
         top = max(top, s[j])
     for j in range(width):
-        s[j] = _exp(s[j] - top)
+        s[j] = exp(s[j] - top)
     total = s[0]
     for j in range(1, width):
         total += s[j]
@@ -334,9 +353,10 @@ def _softmax(s, width):
         s[j] /= total
 
 
-@_kernel
+@kernel
 def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq, dk, dv, down_k, down_v, dposition,
-              dtime, query_offsets, key_offsets, query_time, key_time, bounds, causal, prefix, window, order):
+              dtime, run_first, run_end, run_stop, run_bucket, query_offsets, key_offsets, causal, prefix, window,
+              order):
     depth = q.shape[2]
     one = q.dtype.type(1)
     own = len(own_k) > 0
@@ -349,7 +369,8 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
     # The same two turned around, to be summed over queries.
     weights_t, dscores_t = np.empty((longest, BLOCK), q.dtype), np.empty((longest, BLOCK), q.dtype)
     spare = np.empty(depth, q.dtype)
-    bucket = np.zeros(longest, np.int64)
+    line = _by_column(position_bias, longest)
+    dline = np.zeros_like(line)
     for row in order:
         first_q, first_k = query_offsets[row], key_offsets[row]
         queries, keys = query_offsets[row + 1] - first_q, key_offsets[row + 1] - first_k
@@ -369,10 +390,11 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
                     at = first_q + start + i
                     behind, a, b, seen = _seen(start + i, keys, causal, window, low, local, gap)
                     s, ds = scores[i], dscores[i]
-                    now = query_time[at] if len(query_time) else 0
-                    _add_bias(s, 0, a, behind, position_bias, now, key_time, first_k, bounds, time_bias, bucket)
-                    _add_bias(s, b, seen, behind - gap, position_bias, now, key_time, first_k + gap, bounds, time_bias,
-                              bucket)
+                    if len(line):
+                        _add_line(s, 0, a, line, longest - behind)
+                        _add_line(s, b, seen, line, longest - behind + gap)
+                    if len(run_first):
+                        _add_runs(s, time_bias, run_stop, run_bucket, run_first[at], run_end[at])
                     for j in range(a, b):
                         s[j], ds[j] = -np.inf, 0
                     width = seen
@@ -388,7 +410,7 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
                     else:
                         for j in range(width):
                             x = s[j]
-                            chance = one / (one + _exp(-x))
+                            chance = one / (one + exp(-x))
                             s[j] = x * chance
                             ds[j] *= chance * (one + x * (one - chance))
                     for j in range(a, b):
@@ -398,16 +420,14 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
                             dq[at, head, d] += ds[seen] * own_k[at, head, d]
                             down_k[at, head, d] += ds[seen] * q[at, head, d]
                             down_v[at, head, d] += s[seen] * grad[at, head, d]
-                    if positions:
-                        line = dposition[row]
-                        for j in range(a):
-                            line[min(behind - j, positions - 1)] += ds[j]
-                        for j in range(b, seen):
-                            line[min(behind - gap - j, positions - 1)] += ds[j]
-                    if len(time_bias) and len(key_time):
-                        line = dtime[row]
-                        for j in range(seen):
-                            line[bucket[j]] += ds[j]
+                    if len(line):
+                        _add_line(dline[longest - behind:], 0, a, ds, 0)
+                        _add_line(dline[longest - behind + gap:], b, seen, ds, 0)
+                    if len(run_first):
+                        column = 0
+                        for run in range(run_first[at], run_end[at]):
+                            dtime[row, run_bucket[run]] += _sum(ds, column, run_stop[run])
+                            column = run_stop[run]
                     for j in range(seen):
                         weights_t[j, i], dscores_t[j, i] = s[j], ds[j]
                     for j in range(seen, block):
@@ -420,3 +440,6 @@ def _backward(q, k, v, own_k, own_v, position_bias, time_bias, softmax, grad, dq
                 _weigh_block(dscores, low, count, near, k, first_near, head, dq, first_q + start, spare)
                 _weigh_block(dscores_t[low:], 0, near, count, q, first_q + start, head, dk, first_near, spare)
                 _weigh_block(weights_t[low:], 0, near, count, grad, first_q + start, head, dv, first_near, spare)
+        for place in range(len(line)):
+            dposition[row, min(longest - place, positions - 1)] += dline[place]
+            dline[place] = 0

@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from semel.models.compiled import exp, kernel, shared_out
+
 CHUNK_LOGITS = 1 << 19
 """Logits held at a time: 2 MiB of float32."""
+
+SERIAL_LOGITS = 1 << 16
+"""Fewer of them than this are not worth a thread."""
 
 
 def softmax_loss(query: Tensor, target_vector: Tensor, target: Tensor, negative_vector: Tensor, negative: Tensor,
@@ -46,33 +51,63 @@ class _SoftmaxLoss(torch.autograd.Function):
         scaled = query * (1.0 / temperature)
         positive = (scaled * target_vector).sum(1)
         dquery, dpositive = torch.empty_like(query), torch.empty_like(positive)
-        dnegative = torch.zeros_like(negative_vector)
+        dnegative = torch.zeros_like(negative_vector.T, memory_format=torch.contiguous_format)  # summed faster this way
         loss = torch.zeros((), dtype=torch.float64, device=query.device)
         rows = max(1, CHUNK_LOGITS // max(width, 1))
+        room = query.new_empty(min(rows, total), width)  # the same for all chunks: new pages cost more than their use
         for start in range(0, total, rows):
             part = slice(start, start + rows)
-            logits = torch.addmm(-negative_log_q, scaled[part], negative_vector.T)
+            logits = room[:total - start]
+            torch.addmm(-negative_log_q, scaled[part], negative_vector.T, out=logits)
             hit_rows = hit[part].nonzero().flatten()
             logits[hit_rows, place[part][hit_rows]] = float("-inf")
             top = torch.maximum(logits.amax(1), positive[part])
-            logits.sub_(top[:, None]).exp_()
             mine = (positive[part] - top).exp_()
-            whole = logits.sum(1).add_(mine)
+            whole = normalize(logits, top, mine)
+            weight = logits  # d loss / d logits
             loss += (whole.log() + top - positive[part]).sum(dtype=torch.float64)
             dpositive[part] = mine.div_(whole).sub_(1.0)
-            weight = logits.div_(whole[:, None])  # d loss / d logits
-            dquery[part] = weight @ negative_vector
-            dnegative.addmm_(weight.T, scaled[part])
+            torch.mm(weight, negative_vector, out=dquery[part])
+            dnegative.addmm_(scaled[part].T, weight)
         dquery.addcmul_(dpositive[:, None], target_vector).mul_(1.0 / (temperature * max(total, 1)))
         dtarget = scaled.mul_(dpositive[:, None] / max(total, 1))
         dnegative /= max(total, 1)
-        ctx.save_for_backward(dquery, dtarget, dnegative)
+        ctx.save_for_backward(dquery, dtarget, dnegative.T)
         return (loss / max(total, 1)).to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dquery, dtarget, dnegative = ctx.saved_tensors
         return dquery * grads[0], dtarget * grads[0], None, dnegative * grads[0], None, None, None
+
+
+def normalize(logits: Tensor, top: Tensor, mine: Tensor) -> Tensor:
+    """``logits`` [T, N] become ``exp(logits - top) / whole`` in place; the result ``whole`` [T] is the sum over N of
+    ``exp(logits - top)``, plus ``mine``."""
+    if logits.device.type == "cpu":
+        whole = torch.empty_like(mine)
+        arrays = logits.numpy(), top.numpy(), mine.numpy(), whole.numpy()
+        rows = len(logits)
+        threads = max(1, min(torch.get_num_threads(), logits.numel() // SERIAL_LOGITS))
+        shared_out(lambda part: _normalize_rows(
+            *(x[part * rows // threads:(part + 1) * rows // threads] for x in arrays)), threads)
+        return whole
+    whole = logits.sub_(top[:, None]).exp_().sum(1).add_(mine)
+    logits.div_(whole[:, None])
+    return whole
+
+
+@kernel
+def _normalize_rows(logits, top, mine, whole):
+    for i in range(len(logits)):
+        row, highest, total = logits[i], top[i], mine[i]
+        for j in range(len(row)):
+            row[j] = exp(row[j] - highest)
+        for j in range(len(row)):
+            total += row[j]
+        whole[i] = total
+        for j in range(len(row)):
+            row[j] /= total
 
 
 def sample_negatives(items: int, count: int, generator: torch.Generator, popularity: Tensor | None = None

@@ -111,6 +111,24 @@ def test_semi_local_attention_over_many_blocks(attend, length, window, prefix, c
 
 
 @ways
+def test_times_in_no_order(attend):
+    g = torch.Generator().manual_seed(0)
+    o = offsets([150, 0, 70])
+    q, k, v = (draw(g, 220, 1, 4) for _ in range(3))
+    bias = draw(g, time_bias.TIME_BUCKETS)
+    when = torch.randint(0, 10**13, (220,), generator=g)  # nearly each key's bucket differs from its neighbour's
+    shared = {"query_time": when, "key_time": when}
+    how = {"weighting": "silu", "scale": 1.0, "time_bias": bias}
+    fast = attend(q, k, v, attention.AttentionPlan(o, o, causal=True, **shared), **how)
+    plain = reference.jagged_attention(q, k, v, o, o, causal=True, **how, **shared)
+    torch.testing.assert_close(fast, plain, atol=TOLERANCE, rtol=0)
+    gradient = torch.randn(220, 1, 4, dtype=torch.float64, generator=g)
+    gradients = (torch.autograd.grad(out, (q, k, v, bias), gradient) for out in (fast, plain))
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
+
+
+@ways
 def test_an_event_outside_prefix_and_window_is_not_seen(attend):
     g = torch.Generator().manual_seed(0)
     o = offsets([90])

@@ -58,3 +58,31 @@ def test_negatives_are_distinct_and_their_chances_are_right(popular):
         drawn[negative] += 1
     negative, log_q = softmax.sample_negatives(50, 10, g, popularity)
     torch.testing.assert_close(drawn[negative] / 2000, log_q.exp(), atol=0.06, rtol=0.15)
+
+
+def test_threads_change_no_bit_and_float32_is_near():
+    g = torch.Generator().manual_seed(0)
+    query, table = 3 * torch.randn(500, 8, generator=g), torch.randn(401, 8, generator=g)
+    target = torch.randint(1, 401, (500,), generator=g)
+    negative, log_q = softmax.sample_negatives(400, 300, g)
+
+    def result(loss, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (query, table)]
+        value = loss(inputs[0], inputs[1][target], target, inputs[1][negative], negative, log_q.to(dtype), 0.3)
+        return [value, *torch.autograd.grad(value, inputs)]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = result(softmax.softmax_loss, torch.float32)
+        softmax_rows = [torch.randn(300, 400, generator=g) for _ in range(2)]
+        softmax_rows[1].copy_(softmax_rows[0])
+        top, mine = softmax_rows[0].amax(1), torch.rand(300, generator=g)
+        sums = [softmax.normalize(softmax_rows[0], top, mine)]
+        torch.set_num_threads(2)
+        sums.append(softmax.normalize(softmax_rows[1], top, mine))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*softmax_rows) and torch.equal(*sums)
+    for got, wanted in zip(alone, result(reference.softmax_loss, torch.float64), strict=True):
+        torch.testing.assert_close(got.double(), wanted, atol=3e-6 * wanted.detach().abs().max().item(), rtol=0)
