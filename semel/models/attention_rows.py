@@ -249,8 +249,11 @@ def _time_runs(query_time, key_time, bounds, query_offsets, key_offsets, causal,
         for start in range(0, queries, BLOCK):
             low, _, local, gap = _block(start, min(BLOCK, queries - start), keys, causal, prefix, window)
             for query in range(start, min(start + BLOCK, queries)):
-                _, a, b, seen = _seen(query, keys, causal, window, low, local, gap)
                 at = first_q + query
+                if query and not causal and query_time[at] == query_time[at - 1]:  # a request's candidates
+                    run_first[at], run_end[at] = run_first[at - 1], run_end[at - 1]
+                    continue
+                _, a, b, seen = _seen(query, keys, causal, window, low, local, gap)
                 if runs + seen > len(run_stop):
                     run_stop = np.append(run_stop, np.empty(runs + seen, np.int32))
                     run_bucket = np.append(run_bucket, np.empty(runs + seen, np.uint8))
