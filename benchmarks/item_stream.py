@@ -84,9 +84,11 @@ def simulated(seed: int, seconds: int = 1800, per_second: int = 60, users: int =
     return Stream(second, user, item, label, group, content.astype(np.float32), born, users, truth)
 
 
-def replayed(path: Path, per_second: int = 60, limit: int = 120_000, like: float | None = None) -> Stream:
-    """Real ratings by time, ``per_second`` of them a second, whatever the clock said then: is it ``like`` or more (by
-    default above the median)? An item is born when it is first rated; content: its genres; group: the first of them."""
+def replayed(path: Path, per_second: int = 60, limit: int = 120_000, like: float | None = None,
+             speedup: float | None = None) -> Stream:
+    """Real ratings by time: is it ``like`` or more (by default above the median)? An item is born when it is first
+    rated; content: its genres; group: the first of them. The clock is that of the ratings, ``speedup`` times as fast;
+    None: ``per_second`` of them a second, whatever the clock said then."""
     from semel.datasets import read
 
     dataset = read(path)
@@ -104,9 +106,12 @@ def replayed(path: Path, per_second: int = 60, limit: int = 120_000, like: float
     for i, row in enumerate(named):
         content[rank[i], [genres[name] for name in row]] = 1
     second = np.arange(len(order)) // per_second
+    if speedup is not None:
+        time = events["event_time"][order]
+        second = ((time - time[0]) / (SECOND * speedup)).astype(np.int64)
     rating = events["rating"][order].astype(float)
     label = rating >= like if like is not None else rating > np.median(rating)
-    return Stream(second, user, rank[inverse], label, content.argmax(1), content, np.sort(first) // per_second,
+    return Stream(second, user, rank[inverse], label, content.argmax(1), content, second[np.sort(first)],
                   int(user.max()) + 1)
 
 
@@ -166,12 +171,12 @@ class Served:
 
 
 def run(stream: Stream, *, reads: Any = "live", interval: int = 1, dense: int = 60, bulk: int = 300,
-        budget: int = 4, warm_up: float = 0.3, quantized: bool = False) -> dict[str, Any]:
+        budget: int = 4, warm_up: float = 0.3, quantized: bool = False, seed: int = 0) -> dict[str, Any]:
     """Trains both models over the stream, serves three ways, and returns NE trained and served, and their gaps.
 
     ``budget``: items of the candidate pool that training refreshes a second. ``young``: items born within 300 s.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     models = {"memory": Ranker(stream, True, reads), "plain": Ranker(stream, False)}
     optimizers = {name: torch.optim.Adam(model.parameters(), lr=0.01) for name, model in models.items()}
     features = {"item": torch.arange(len(stream.group)), "group": torch.from_numpy(stream.group),
@@ -179,37 +184,38 @@ def run(stream: Stream, *, reads: Any = "live", interval: int = 1, dense: int = 
     trained = {name: Served(NormalizedEntropy(), NormalizedEntropy()) for name in models}
     served = {name: Served(NormalizedEntropy(), NormalizedEntropy()) for name in ("memory", "frozen", "recompute")}
     random = np.random.default_rng(0)
-    edges = np.searchsorted(stream.second, np.arange(int(stream.second[-1]) + 2))
-    begin = round(warm_up * (len(edges) - 1))
+    seconds, edges = np.unique(stream.second, return_index=True)  # in the others nothing comes and nothing changes
+    edges = np.append(edges, len(stream.second))
+    begin = round(warm_up * len(stream.second))
     rows: Any = None
     weights: dict[str, Ranker] = {}
     frozen: tuple[Ranker, Tensor, int] | None = None
     training_rows = 0
-    for second in range(len(edges) - 1):
-        some = slice(edges[second], edges[second + 1])
+    before = -1
+    for step, second in enumerate(seconds.tolist()):
+        some = slice(edges[step], edges[step + 1])
         now = second * SECOND
         layer = models["memory"].layer
         assert layer is not None
-        if second % dense == 0:
+        if second // dense > before // dense:
             weights = {name: copy.deepcopy(model).eval() for name, model in models.items()}
-        if second % interval == 0:
+        if second // interval > before // interval:
             rows = copy.deepcopy(layer.memory).eval() if rows is None else rows
             rows.merge(layer.memory.changes())
             reader: Any = QuantizedMemory(rows) if quantized else rows
         known = int(np.searchsorted(stream.born, second, side="right"))
-        if second % bulk == 0:
+        if bulks := second // bulk - before // bulk:
             plain = copy.deepcopy(models["plain"]).eval()
+            known_then = int(np.searchsorted(stream.born, second // bulk * bulk, side="right"))
             with torch.no_grad():
-                of = {name: value[:known] for name, value in features.items()}
-                frozen = plain, plain.tower(of), known
-            served["frozen"].tower_rows += known
+                of = {name: value[:known_then] for name, value in features.items()}
+                frozen = plain, plain.tower(of), known_then
+            served["frozen"].tower_rows += known_then * bulks
         user, item = torch.from_numpy(stream.user[some]), torch.from_numpy(stream.item[some])
         label = stream.label[some].astype(np.float64)
-        if not len(user):
-            continue
         of = {name: value[item] for name, value in features.items()}
         young = second - stream.born[stream.item[some]] < bulk
-        if second >= begin:
+        if some.start >= begin:
             assert frozen is not None
             with torch.no_grad():
                 base = weights["memory"]
@@ -235,7 +241,7 @@ def run(stream: Stream, *, reads: Any = "live", interval: int = 1, dense: int = 
                 _add(served["recompute"], label, weights["plain"].scored(user, weights["plain"].tower(of)), young,
                      torch.ones_like(have))
         for name, model in models.items():
-            if second >= begin:
+            if some.start >= begin:
                 model.eval()
                 with torch.no_grad():
                     scores = model.scored(user, _live(model, of))
@@ -250,6 +256,7 @@ def run(stream: Stream, *, reads: Any = "live", interval: int = 1, dense: int = 
         need = pool(layer.memory, torch.arange(known), budget, now=now)
         layer.refresh(need, {name: value[need] for name, value in features.items()}, now=now)
         served["memory"].tower_rows += len(need)
+        before = second
     return _report(trained, served, training_rows)
 
 

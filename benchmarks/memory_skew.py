@@ -1,13 +1,14 @@
 """What serving loses of what was trained: an item memory against a cache that a bulk job fills.
 
-    python -m benchmarks.memory_skew [--data FOLDER] [--seconds 1800] [--seeds 3] [--items 1000] [--budget 4]
-                                     [--dense 60] [--reads live cached] [--quantized] [--json]
+    python -m benchmarks.memory_skew [--data FOLDER [--speedup 1]] [--seconds 1800] [--seeds 3] [--items 1000]
+                                     [--budget 4] [--dense 60] [--reads live cached] [--quantized] [--json]
 
 ``benchmarks.item_stream`` says what runs. ``gap`` = served NE / trained NE - 1, of impressions after the first 30 %;
 ``cut``: how much smaller the memory's is than the frozen cache's. ``young``: items under 300 s old; their ``recall``:
 of those that truly are among a user's best 100, the share that the served scores put there (simulation only).
 ``tower``: rows that an item tower computed, in training and beside it, memory over frozen. With ``--data`` ratings of a
-public data set (``semel.datasets.read``) come by time in place of the simulated site, once whatever the seeds.
+public data set (``semel.datasets.read``) come in place of the simulated site, by time: 60 a second, or with
+``--speedup`` when they came, so many times as fast (a seed is then the models' alone).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def show(reads: str, runs: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--speedup", type=float)
     parser.add_argument("--seconds", type=int, default=1800)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--items", type=int, default=1000)
@@ -59,13 +61,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if min(arguments.seconds, arguments.seeds, arguments.items, arguments.dense) < 1 or arguments.budget < 0:
         parser.error("--seconds, --seeds, --items and --dense must be at least 1, --budget 0 or more")
+    if arguments.speedup is not None and (arguments.data is None or not arguments.speedup > 0):
+        parser.error("--speedup takes a number above 0, and --data whose clock it is")
     torch.set_num_threads(1)  # the steps are small
-    streams = [replayed(arguments.data)] if arguments.data else [
-        simulated(seed, arguments.seconds, items=arguments.items) for seed in range(arguments.seeds)]
+    seeds = range(arguments.seeds)
+    streams = [replayed(arguments.data, speedup=arguments.speedup)] * len(seeds) if arguments.data else [
+        simulated(seed, arguments.seconds, items=arguments.items) for seed in seeds]
     results = {}
     for reads in arguments.reads:
         how = {"reads": reads, "budget": arguments.budget, "dense": arguments.dense, "quantized": arguments.quantized}
-        results[reads] = [run(stream, **how) for stream in streams]
+        results[reads] = [run(stream, seed=seed, **how) for seed, stream in zip(seeds, streams, strict=True)]
         if not arguments.json:
             show(reads, results[reads])
     if arguments.json:

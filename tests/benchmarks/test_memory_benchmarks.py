@@ -46,6 +46,22 @@ def test_skew() -> None:
     assert result["tower_rows"]["memory"] > 0
 
 
+@pytest.mark.timeout(180)
+def test_skew_of_ratings_by_their_own_clock(tmp_path: Path) -> None:
+    # Two sittings of 300 ratings, an hour apart, and one of new items a minute behind the second.
+    times = [*range(300), *range(3600, 3900), *range(3960, 4000)]
+    ratings = [f"{n % 7},{n % 50 if n < 600 else 50 + n % 3},{1 + n % 5},{time}" for n, time in enumerate(times)]
+    (tmp_path / "ratings.csv").write_text("\n".join(["userId,movieId,rating,timestamp", *ratings]))
+    films = [f"{item},Film {item} (2000),Drama" for item in range(53)]
+    (tmp_path / "movies.csv").write_text("\n".join(["movieId,title,genres", *films]))
+    (result,) = printed("benchmarks.memory_skew", "--data", str(tmp_path), "--speedup", "1", "--seeds", "1", "--reads",
+                        "live")["live"]
+    # A bulk job runs every 300 s, 14 times, the last at 3,900 s: it knows nothing of what came at 3,960 s.
+    assert result["served"]["frozen"]["tower_rows_beside_training"] == 14 * 50 - 49
+    assert result["served"]["frozen"]["found"] < result["served"]["memory"]["coverage"] == 1.0
+    assert result["served"]["memory"]["gap"] < result["served"]["frozen"]["gap"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_loop_through_a_server() -> None:
