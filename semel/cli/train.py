@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from semel.training import Followed, Follower, Progress, Recipe, Run, Trainer
+
+LINE_EVERY_S = 30.0
+"""Between two lines of progress where there is no terminal."""
 
 
 def train(
@@ -175,11 +179,27 @@ def outcome(run: Run) -> dict[str, Any]:
             "validation": figures}
 
 
-class Shown:
-    """Shows a trainer's progress: a bar where there is a terminal, and a line for each validation anywhere."""
+class Lines:
+    """Progress in plain lines, where there is no terminal to draw a bar on: the first that is said, and then the next
+    one after ``LINE_EVERY_S``. On a terminal nothing."""
 
     def __init__(self, bar: Bar, indent: str = "") -> None:
         self._bar, self._indent = bar, indent
+        self._said: float | None = None
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if self._bar.disable and (self._said is None or now - self._said >= LINE_EVERY_S):
+            self._bar.console.print(self._indent + text, style="dim", markup=False, soft_wrap=True)
+            self._said = now
+
+
+class Shown:
+    """Shows a trainer's progress: a bar where there is a terminal, a line now and then where there is none, and one for
+    each validation anywhere."""
+
+    def __init__(self, bar: Bar, indent: str = "") -> None:
+        self._bar, self._indent, self._say = bar, indent, Lines(bar, indent)
         self._task = bar.add_task("train", total=None, detail="")
         self._validation: dict[str, float] = {}
 
@@ -194,13 +214,15 @@ class Shown:
             text = f"{self._indent}after epoch {now.epoch}: loss {now.loss:.4f}, {figures}"
             self._bar.console.print(text, style="dim", soft_wrap=True)
             self._validation = dict(now.validation)
+        self._say(f"epoch {now.epoch + 1} of {now.epochs}, step {now.step:,} of {now.steps:,}: loss {now.loss:.4f}, "
+                  f"{now.samples_per_s:,.0f} samples/s")
 
 
 class ShownFollowing:
     """The same for a follower: how good the model was at what it had not seen."""
 
     def __init__(self, bar: Bar) -> None:
-        self._bar = bar
+        self._bar, self._say = bar, Lines(bar)
         self._task = bar.add_task("follow", total=None, detail="")
 
     def __call__(self, now: Followed) -> None:
@@ -210,6 +232,8 @@ class ShownFollowing:
             self._task, completed=now.step, description=now.file,
             detail=f"NE {now.window_ne:.4f} (so far {now.ne:.4f})  AUC {now.window_auc:.4f}  {now.rows:,} rows  "
                    f"{now.waiting} files wait  {short(now.seconds)}")
+        self._say(f"{now.file}, step {now.step:,}: loss {now.loss:.4f}, NE {now.window_ne:.4f} (so far {now.ne:.4f}), "
+                  f"{now.samples_per_s:,.0f} samples/s, {now.waiting} files wait")
 
 
 def assignment(text: str) -> tuple[str, str]:

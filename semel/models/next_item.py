@@ -102,16 +102,22 @@ class NextItem(nn.Module):
         state = self.last_state(batch.request["history"], batch.request["as_of"])
         return state @ self.item_vectors(self.tables.items(item_ids)).T / self.config.temperature
 
-    def loss(self, history: JaggedTable, generator: torch.Generator) -> Tensor:
-        """Mean over all events but the first of each history: the softmax loss of predicting it from those before."""
+    def draw_negatives(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Item indices [N] to compare with, and the log of the chance of each (``sample_negatives``)."""
+        items = len(self.popularity)
+        weights = self.popularity ** self.config.popularity if self.config.popularity else None
+        return sample_negatives(items, self.config.negatives or items, generator, weights)
+
+    def loss(self, history: JaggedTable, generator: torch.Generator,
+             negatives: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Mean over all events but the first of each history: the softmax loss of predicting it from those before.
+        ``negatives``: of ``draw_negatives``; None draws some from ``generator``."""
         item = self.tables.items(history.columns[self.tables.features.item])
         keep = torch.ones(len(item), dtype=torch.bool, device=item.device)
         keep[history.offsets[1:] - 1] = False  # nothing follows a last event
         target = item.roll(-1)[keep]
         query = self._comparable(self.encode(history)[keep])
         known = target > 0  # an item outside the vocabulary cannot be a class
-        items = len(self.popularity)
-        weights = self.popularity ** self.config.popularity if self.config.popularity else None
-        negative, log_q = sample_negatives(items, self.config.negatives or items, generator, weights)
+        negative, log_q = self.draw_negatives(generator) if negatives is None else negatives
         return softmax_loss(query[known], self.item_vectors(target[known]), target[known], self.item_vectors(negative),
                             negative, log_q, self.config.temperature)

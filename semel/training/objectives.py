@@ -31,7 +31,7 @@ from semel.metrics import AUC, NormalizedEntropy, Ranking, ranks_of_targets
 from semel.models import Model, NextItem, make_model, ranking_loss
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
-from semel.training.sequences import SequenceLoader
+from semel.training.sequences import SequenceBatch, SequenceLoader
 from semel.training.statistics import FeatureStatistics, request_statistics
 from semel.training.warm_start import co_occurrence_embeddings
 
@@ -56,7 +56,9 @@ class Computed(Protocol):
     def histories(self, rows: Any) -> Any:
         """What rows point to, read; None where they hold it."""
         ...
-    def materialize(self, rows: Any, histories: Any) -> Any: ...
+    def materialize(self, rows: Any, histories: Any, step: int = 0) -> Any:
+        """``step``: of the run, from 0; what is drawn for a whole batch follows from it and the seed."""
+        ...
     def counts(self, data: Any) -> np.ndarray:
         """float64 [K]: over how much the loss of rows or of a batch is a mean; sums over parts of a batch."""
         ...
@@ -102,7 +104,7 @@ class RequestObjective:
     def histories(self, rows: RequestRows) -> Histories:
         return read_ahead(rows, self.store, self.recipe.features)
 
-    def materialize(self, rows: RequestRows, histories: Histories) -> RequestBatch:
+    def materialize(self, rows: RequestRows, histories: Histories, step: int = 0) -> RequestBatch:
         return materialize(rows, self.store, self.catalogue, self.recipe.features, histories=histories,
                            checksum=self.checksum)
 
@@ -215,26 +217,34 @@ class NextItemObjective:
         counts = torch.bincount(index, minlength=len(vocabulary) + 1)[1:].float()  # type: ignore[arg-type]
         model = NextItem(self.recipe.model, self.recipe.features, encoders, counts)
         _warm_start(model, self.recipe, self._train)
+        self._draw_negatives = model.draw_negatives
         return model
 
     def histories(self, rows: JaggedTable) -> None:
         return None
 
-    def materialize(self, rows: JaggedTable, histories: None) -> JaggedTable:
-        return rows
+    def materialize(self, rows: JaggedTable, histories: None, step: int = 0) -> SequenceBatch:
+        """With sharded tables the step draws its negatives once, for all pieces and ranks: their rows are asked for
+        before it is known who computes what. Otherwise each piece draws its own."""
+        if not self.recipe.sharding.tables:
+            return SequenceBatch(rows)
+        # A key of its own: with [seed, step] alone it would be the source of piece 0.
+        seed = np.random.SeedSequence([self.recipe.seed, step], spawn_key=(0,)).generate_state(1)[0]
+        return SequenceBatch(rows, self._draw_negatives(torch.Generator().manual_seed(int(seed))))
 
-    def counts(self, data: JaggedTable) -> np.ndarray:
+    def counts(self, data: JaggedTable | SequenceBatch) -> np.ndarray:
         """Predictions: all events but the first of each history."""
-        return np.array([(data.lengths - 1).clamp(min=0).sum()], np.float64)
+        history = data.history if isinstance(data, SequenceBatch) else data
+        return np.array([(history.lengths - 1).clamp(min=0).sum()], np.float64)
 
-    def costs(self, batch: JaggedTable) -> np.ndarray:
-        return batch.lengths.numpy()
+    def costs(self, batch: SequenceBatch) -> np.ndarray:
+        return batch.history.lengths.numpy()
 
-    def loss(self, model: Any, part: JaggedTable, generator: torch.Generator, share: np.ndarray) -> Tensor:
-        return model.loss(part, generator) * float(share[0])
+    def loss(self, model: Any, part: SequenceBatch, generator: torch.Generator, share: np.ndarray) -> Tensor:
+        return model.loss(part.history, generator, part.negatives) * float(share[0])
 
-    def samples(self, batch: JaggedTable) -> int:
-        return len(batch.columns["event_time"])
+    def samples(self, batch: SequenceBatch) -> int:
+        return len(batch.history.columns["event_time"])
 
     def validate(self, model: Any) -> dict[str, float]:
         if self._before is None:

@@ -92,8 +92,9 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Tables whose rows are shared by ranks while a ranking model trains: ``tables`` are names of features (of an
-    early ranker those of the request and its history that are none of an item).
+    """Tables whose rows are shared by ranks while a model trains: ``tables`` are names of features (of an early ranker
+    those of the request and its history that are none of an item; of a next-item model the item only where negatives
+    are sampled: they are then drawn once a step, for all pieces, and not by each piece).
 
     Their rows are trained by an ``optimizer`` of their own, at ``learning_rate`` (None: the recipe's) with the recipe's
     warm-up, schedule and betas: one that leaves alone rows that a step does not use, without weight decay, outside
@@ -163,10 +164,12 @@ class Recipe:
                 raise ValueError(f"recipe {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
 
         if self.sharding.tables:
-            if self.model.objective == "next_item":
-                raise ValueError(f"recipe {self.name!r}: sharding.tables is for models that look up what a batch "
-                                 f"names; a {self.model.kind} model looks up items of the whole catalogue: set "
-                                 f"sharding.tables to nothing")
+            if self.model.objective == "next_item" and not self.model.negatives and \
+                    self.features.item in self.sharding.tables:
+                raise ValueError(f"recipe {self.name!r}: model.negatives is 0, the full softmax, which compares with "
+                                 f"every item in every step: each process would fetch the whole table of "
+                                 f"{self.features.item!r}; set model.negatives to a number, or take it out of "
+                                 f"sharding.tables")
             if self.model.kind == "early_ranker":
                 tower = {self.features.item, *(feature.name for feature in self.features.candidate)}
                 for name in sorted(tower.intersection(self.sharding.tables)):

@@ -40,7 +40,7 @@ def plain_training(recipe: Recipe) -> tuple[list[float], Any]:
         loader.set_epoch(epoch)
         for index in loader.upcoming():
             read = loader.read(index)
-            batch = objective.materialize(read, objective.histories(read))
+            batch = objective.materialize(read, objective.histories(read), len(losses))
             model.train()
             some = np.asarray(objective.counts(batch) > 0, np.float64)
             loss = objective.loss(model, batch, torch.Generator(), some)

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from semel.batch import JaggedTable
 from semel.examples import take_events
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """Histories, and what each of their events is compared with: item indices [N] and the logs of their chances; None:
+    each piece of the batch draws its own."""
+
+    history: JaggedTable
+    negatives: tuple[Tensor, Tensor] | None = None
+
+    def slice(self, start: int, stop: int) -> SequenceBatch:
+        """Some of the histories."""
+        return SequenceBatch(self.history.slice(start, stop), self.negatives)
 
 
 class SequenceLoader:

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from semel.batch import Jagged, RequestBatch
 from semel.comm.transport import transport as make_transport
 from semel.features import Feature
+from semel.models import NextItem
 from semel.models.embeddings import ITEM
 from semel.models.vocabulary import Vocabulary
 from semel.training.embedding import SGD, Adam, Blocking, Prioritized, RowOptimizer, RowWiseAdagrad, ShardedEmbedding
 from semel.training.embedding.schedule import Schedule
 from semel.training.recipe import Recipe
+from semel.training.sequences import SequenceBatch
 from semel.training.stages import Work
 from semel.training.timeline import Timeline
 
@@ -56,6 +58,7 @@ class ShardedTables:
 
     def __init__(self, model: Any, recipe: Recipe, timeline: Timeline) -> None:
         self.model, self.config, self.timeline = model, recipe.sharding, timeline
+        self._validates = recipe.examples.validate
         encoders = model.tables.encoders
         there = sorted(name for name, encoder in encoders.items() if isinstance(encoder, Vocabulary))
         for name in self.config.tables:
@@ -85,25 +88,37 @@ class ShardedTables:
     def parameters(self) -> int:
         return sum(table.size * table.dim for table in self.tables.values())
 
-    def wanted(self, batch: RequestBatch) -> dict[str, Tensor]:
+    def wanted(self, batch: RequestBatch | SequenceBatch) -> dict[str, Tensor]:
         """The distinct rows of each table that computing ``batch`` looks up, ascending."""
-        tables = self.model.tables
-        spec = tables.features
-        history = spec.history if getattr(self.model, "use_history", True) else ()
-        places: list[tuple[Feature, Any]] = [
-            *((feature, batch.request["history"].columns[feature.name]) for feature in history),
-            *((feature, batch.request[feature.name]) for feature in spec.request),
-            *((feature, batch.candidate[feature.name]) for feature in (Feature(ITEM), *spec.candidate))]
         found: dict[str, list[Tensor]] = {name: [] for name in self.rows}
+        places, items = self._of_sequences(batch) if isinstance(batch, SequenceBatch) else self._of_requests(batch)
+        tables = self.model.tables
         for feature, value in places:
-            name = spec.item if feature.name == ITEM else feature.name
+            name = tables.features.item if feature.name == ITEM else feature.name
             if name in found:
                 ids = value.values if isinstance(value, Jagged) else value
                 found[name].append(tables.encoders[name](ids).flatten())
-        if tables.unknown_rate > 0 and spec.item in found:  # an id that is hidden reads the row of unknown ones
-            found[spec.item].append(torch.zeros(1, dtype=torch.int64))
+        if tables.features.item in found:
+            found[tables.features.item] += items
         return {name: torch.unique(torch.cat(parts)) if parts else torch.empty(0, dtype=torch.int64)
                 for name, parts in found.items()}
+
+    def _of_requests(self, batch: RequestBatch) -> tuple[list[tuple[Feature, Any]], list[Tensor]]:
+        """The values that a ranking model looks up, and rows of the item table that it does besides."""
+        spec = self.model.tables.features
+        history = spec.history if getattr(self.model, "use_history", True) else ()
+        # An id that is hidden reads the row of unknown ones.
+        hidden = [torch.zeros(1, dtype=torch.int64)] if self.model.tables.unknown_rate > 0 else []
+        return [*((feature, batch.request["history"].columns[feature.name]) for feature in history),
+                *((feature, batch.request[feature.name]) for feature in spec.request),
+                *((feature, batch.candidate[feature.name]) for feature in (Feature(ITEM), *spec.candidate))], hidden
+
+    def _of_sequences(self, batch: SequenceBatch) -> tuple[list[tuple[Feature, Any]], list[Tensor]]:
+        """The same of a next-item model, whose targets are items of the histories."""
+        assert batch.negatives is not None
+        columns = batch.history.columns
+        negatives = [batch.negatives[0]] if len(batch.history) else []
+        return [(feature, columns[feature.name]) for feature in self.model.tables.features.history], negatives
 
     def meet(self, work: Work, behind: Future[Work] | None) -> None:
         """``behind``: the batch that follows on ``work``, on its way."""
@@ -154,6 +169,23 @@ class ShardedTables:
             return score(batch)
 
         return scored
+
+    @contextmanager
+    def judged(self) -> Iterator[Any]:
+        """Within the block the model as an objective's ``validate`` takes it. All ranks together.
+
+        A next-item model is judged by all items: every rank holds all rows meanwhile. One batch's scores take more,
+        as long as it has more users than a row has numbers."""
+        if not isinstance(self.model, NextItem):
+            yield self.reading(self.model)
+            return
+        if self._validates:
+            everything = {name: torch.arange(table.size) for name, table in self.tables.items()}
+            self._hold(everything, {name: table.read(everything[name]) for name, table in self.tables.items()})
+        yield self.model
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._hold(dict.fromkeys(self.rows, nothing),
+                   {name: torch.empty(0, table.dim) for name, table in self.tables.items()})
 
     def _hold(self, ids: Mapping[str, Tensor], vectors: Mapping[str, Tensor]) -> None:
         for name, rows in self.rows.items():

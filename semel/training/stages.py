@@ -7,6 +7,7 @@ ranks there are: two ranks with a piece each compute what one rank with two piec
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -64,11 +65,12 @@ class Fetches(Protocol):
 @dataclass
 class Update:
     """The batches that make one update of the weights, and what has been summed over them so far. ``done``: the share
-    of the whole run's batches that lies behind it."""
+    of the whole run's batches that lies behind it; ``step``: how many updates do, set where it is read."""
 
     loader: Loader
     batches: list[np.ndarray]
     done: float
+    step: int = 0
     rows: list[Any] = field(default_factory=list)
     costs: list[np.ndarray] = field(default_factory=list)
     runs: list[list[tuple[int, int]]] = field(default_factory=list)
@@ -144,7 +146,9 @@ class StepStages:
         self._seconds = 0.0
 
     def stages(self) -> list[Stage]:
-        """In order; exchange, embed, score, recall and remember only where there is something to do."""
+        """In order, for updates from ``step`` on; exchange, embed, score, recall and remember only where there is
+        something to do."""
+        self._steps = itertools.count(self.step)
         return [
             Stage("read", self._read, ahead=True),
             *([Stage("exchange", self._exchange, ahead=True)] if self.exchange else []),
@@ -161,6 +165,7 @@ class StepStages:
     def _read(self, work: Work) -> None:
         update = work.update
         if work.number == 0:  # all of the update's rows: over how much its loss is a mean is known before the first
+            update.step = next(self._steps)
             for number, batch in enumerate(update.batches):
                 tokens = update.loader.costs(batch)
                 order, runs = share_out(self.cost.predict(tokens), self.pieces, self.recipe.balance)
@@ -189,7 +194,7 @@ class StepStages:
     def _materialize(self, work: Work) -> None:
         if self.exchange is not None:  # what moved are pointers: who computes a request reads its history
             work.histories = self.objective.histories(work.rows)
-        work.batch = self.objective.materialize(work.rows, work.histories)
+        work.batch = self.objective.materialize(work.rows, work.histories, work.update.step)
         if work.runs is None:
             each = -(-self.pieces // self.ranks.world_size)
             work.runs = cut_evenly(self.objective.costs(work.batch), each)

@@ -235,8 +235,7 @@ class _Loop:
         """Judge the model; keep it if it is the best so far, or if nothing judges it. True if patience is at its
         end."""
         self.model.eval()
-        with torch.inference_mode():
-            model = self.model if self.tables is None else self.tables.reading(self.model)
+        with torch.inference_mode(), self.tables.judged() if self.tables else nullcontext(self.model) as model:
             self.validation = dict(self.objective.validate(model))
         score = self.validation.get(self.objective.score)
         if score is not None:

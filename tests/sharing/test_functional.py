@@ -121,3 +121,42 @@ def test_the_shared_form_is_the_model(name: str) -> None:
     shared.choices = {}
     u, c = torch.randn(1, width), torch.randn(5, width)
     torch.testing.assert_close(shared({"u": u}, {"c": c}, [0, 5]), model(u.expand(5, -1).clone(), c.clone()))
+
+
+class Chunked(nn.Module):
+    """As HSTU does it: one projection in chunks, gated. Ten units in four chunks are three, three, three and one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.project, self.out = nn.Embedding(30, 6), nn.Linear(6, 10), nn.Linear(3, 1)
+
+    def forward(self, history: Tensor, candidate: Tensor) -> Tensor:
+        x = torch.cat([self.items(history), self.items(candidate)[:, None]], 1)
+        u, k, v, gate = torch.chunk(nn.functional.silu(self.project(x)), 4, dim=-1)
+        weight = nn.functional.silu(u @ k.transpose(1, 2)) / x.shape[1]
+        return self.out((weight @ v * gate)[:, -1]).squeeze(1)
+
+
+@pytest.mark.parametrize("candidates", [7, 1, 0])
+def test_chunks_of_one_request_equal_the_module(candidates: int) -> None:
+    torch.manual_seed(0)
+    model = Chunked().double().eval()
+    form = share(model, (torch.randint(0, 30, (3, 5)), torch.arange(3)), request_inputs=("history",))
+    form.choices = {}  # the shared form, however fast the original is at this size
+    history, candidate = torch.randint(0, 30, (1, 5)), torch.arange(candidates) + 9
+    with torch.no_grad():
+        expected = model(history.expand(candidates, -1), candidate)
+        found = form({"history": history}, {"candidate": candidate})
+    assert found.shape == (candidates,)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_chunk_becomes_a_split_without_a_second_trace() -> None:
+    rows = torch.export.Dim("rows", min=2)
+    graph = torch.export.export(Chunked().eval(), (torch.randint(0, 30, (3, 5)), torch.arange(3)),
+                                dynamic_shapes=({0: rows}, {0: rows}), strict=False).graph
+    found = functional(graph)
+    assert found is not None
+    (split,) = (node for node in found.nodes if node.target is torch.ops.aten.split.Tensor)
+    assert split.args[1:] == (3, -1)    # as ``chunk`` counts: 10 in 4 parts, rounded up
+    assert all(node.target is not torch.ops.aten.chunk.default for node in found.nodes)

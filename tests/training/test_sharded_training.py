@@ -135,7 +135,7 @@ def test_a_name_that_is_no_table_is_refused_on_all_ranks(two):
 
 @pytest.mark.parametrize(("kind", "changes", "said"), [
     ("sequence_ranker", {"accumulate_tokens": 99}, "accumulate_tokens to none"),
-    ("next_item", {}, "items of the whole catalogue"),
+    ("next_item", {"model.negatives": 0}, "the full softmax, which compares with every item"),
     ("early_ranker", {}, "from which an early_ranker's tower computes"),
     ("sequence_ranker", {"sharding.tables": "item_id,item_id"}, "one twice"),
     ("sequence_ranker", {"sharding.schedule": "eager"}, "prioritized, blocking"),

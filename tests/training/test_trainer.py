@@ -131,7 +131,7 @@ def test_without_validation_the_last_weights_are_kept_and_one_event_more_is_trai
     for validate in (False, True):
         objective = make_objective(recipe(store, tmp_path, "next_item", features=wide,
                                           examples=ExampleConfig(validate=validate)))
-        events[validate] = sum(objective.samples(batch) for batch in objective.loader)
+        events[validate] = sum(objective.samples(objective.materialize(rows, None)) for rows in objective.loader)
         objective.close()
     assert events == {False: 24 * 29, True: 24 * 28}
     assert evaluate(run).catalogue.overall.figures["hr@10"].value >= 0
