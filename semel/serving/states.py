@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from semel.batch import RequestBatch
 
-OVERHEAD = 1024
-"""Bytes that an entry takes beside its tensors' values: its key, and the objects around them."""
+OVERHEAD = 6144
+"""Bytes that an entry takes beside its tensors' values: the objects around them, two thirds of a KiB a tensor, of which
+the states of most models have up to eight."""
 
 
 def state_key(batch: RequestBatch) -> bytes:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semel.batch import RequestBatch
 from semel.examples import RequestLoader, read_rows
 from semel.examples.predictions import PredictionLog
 from semel.metrics import AUC, NormalizedEntropy
@@ -45,6 +46,8 @@ from semel.training.trainer import LOG_EVERY, Interrupted, OnSigterm, new_run
 POLL_S = 0.5
 ALIVE = "alive"
 """In the run's folder: touched after every step and every look for files, so that who watches sees a hang."""
+SCORED_TOGETHER = 8192
+"""Candidates, so that memory does not grow with the catalogue where requests rank all of it."""
 REPORT_S = 5.0
 """A follower that waits for files tells how good it was at the last ones, if it has not for so long."""
 
@@ -149,6 +152,18 @@ class _Sums:
     auc: AUC = dataclasses.field(default_factory=AUC)
     losses: list[float] = dataclasses.field(default_factory=list)
     samples: int = 0
+
+
+def _in_parts(batch: RequestBatch) -> Iterator[RequestBatch]:
+    """Its requests in order, together as long as they have no more than ``SCORED_TOGETHER`` candidates."""
+    if batch.candidates <= SCORED_TOGETHER:
+        yield batch
+        return
+    ends, start = batch.candidate_offsets.numpy(), 0
+    while start < batch.requests:
+        stop = max(start + 1, int(np.searchsorted(ends, ends[start] + SCORED_TOGETHER, "right")) - 1)
+        yield batch.slice(start, stop)
+        start = stop
 
 
 class _Following:
@@ -269,7 +284,7 @@ class _Following:
         self.model.eval()
         with torch.inference_mode():
             for _, piece in work.pieces:
-                output = self.model(piece)
+                output = torch.cat([self.model(part) for part in _in_parts(piece)])
                 self.predictions.add(self.step, piece, output)
                 label, logits = self.objective.judged_rows(piece, output)
                 if np.isfinite(logits).all():  # else the loss is not either, and that is an error
@@ -283,6 +298,7 @@ class _Following:
         self._beat()
         update = work.update
         self.step = step.step
+        step.observed.clear()  # nothing is tuned by it here
         assert update.loss is not None and isinstance(update.loader, RequestLoader)
         self.window.losses.append(float(update.loss))
         self.at = self.opened[id(update.loader)], update.loader

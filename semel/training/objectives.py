@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semel.batch import JaggedTable, RequestBatch, RequestRows
+from semel.batch import Jagged, JaggedTable, RequestBatch, RequestRows, expand_rows
 from semel.examples import (
     RequestLoader,
     build_examples,
@@ -29,6 +29,7 @@ from semel.features import Feature, FeatureSpec, Task
 from semel.history import HistoryStore
 from semel.metrics import AUC, NormalizedEntropy, Ranking, ranks_of_targets
 from semel.models import Model, NextItem, make_model, ranking_loss
+from semel.models.early_ranker import memory_layer
 from semel.training.ranks import Ranks
 from semel.training.recipe import Recipe
 from semel.training.sequences import SequenceBatch, SequenceLoader
@@ -117,6 +118,10 @@ class RequestObjective:
         return (batch.request["history"].lengths + candidates).numpy()
 
     def loss(self, model: Any, part: RequestBatch, generator: torch.Generator, share: np.ndarray) -> Tensor:
+        # A page out of a whole catalogue has a few labels: activations for the rest would grow with the catalogue. An
+        # item memory gets rows of all of them.
+        if memory_layer(model) is None:
+            part = of_labelled(part)
         return shared_ranking_loss(model(part), part, self.recipe.features.tasks, share)
 
     def samples(self, batch: RequestBatch) -> int:
@@ -281,6 +286,31 @@ def label_counts(data: RequestRows | RequestBatch, tasks: Sequence[Task]) -> np.
         weight = None if mask is None else mask if data.weight is None else mask * data.weight
         found.append(0.0 if weight is None else float(weight.sum()))
     return np.array(found)
+
+
+def of_labelled(batch: RequestBatch) -> RequestBatch:
+    """``batch`` without the candidates that have no label of any task: they count in no task's loss. Itself where all
+    have one, or none has."""
+    labelled = np.zeros(batch.candidates, bool)
+    for mask in batch.label_mask.values():
+        labelled |= mask.numpy()
+    rows = np.flatnonzero(labelled)
+    if len(rows) in (0, batch.candidates):
+        return batch
+
+    def taken(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: _taken(value, rows) for name, value in values.items()}
+
+    return replace(batch, candidate=taken(batch.candidate), label=taken(batch.label),
+                   candidate_offsets=torch.from_numpy(np.searchsorted(rows, batch.candidate_offsets.numpy())),
+                   label_mask=taken(batch.label_mask), weight=None if batch.weight is None else batch.weight[rows])
+
+
+def _taken(value: Any, rows: np.ndarray) -> Any:
+    if not isinstance(value, Jagged):
+        return value[torch.from_numpy(rows)]
+    index, offsets = expand_rows(value.offsets.numpy(), rows)
+    return Jagged(value.values[torch.from_numpy(index)], torch.from_numpy(offsets))
 
 
 def shared_ranking_loss(logits: Tensor, part: RequestBatch, tasks: Sequence[Task], share: np.ndarray) -> Tensor:

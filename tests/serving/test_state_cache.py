@@ -1,5 +1,9 @@
 """Request states that are kept, scoring together, and the broadcast form: none of it may change a bit or a meaning."""
 
+import copy
+import os
+import sys
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -8,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semel.examples import ExposureLog
+from semel.loop.process import resident
 from semel.serving import InvalidRequest, Predictor, replay
 from semel.serving.results import RankRequest
 from semel.serving.states import OVERHEAD, StateCache
@@ -68,6 +73,20 @@ def test_what_is_too_large_or_fails_is_not_kept():
     assert len(cache) == 0
     with pytest.raises(ValueError, match="-1 bytes"):
         StateCache(-1)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how much a process holds is read from /proc")
+def test_the_limit_is_what_the_process_holds(site):
+    with load(site) as predictor:
+        predictor.rank(int(predictor.store.keys()[0]), [1, 2], {"surface": "home"})
+        [(state, _)] = predictor.states._kept.values()  # there is no public way to a state
+    cache, before = StateCache(32 << 20), resident(os.getpid())
+    for number in range(40_000):
+        cache.get(b"%0100d" % number, lambda: copy.deepcopy(state))
+        if len(cache) <= number:
+            break
+    assert cache.bytes > 0.99 * cache.limit and len(cache) < 40_000
+    assert resident(os.getpid()) - before < 1.2 * cache.limit
 
 
 # Pages of one request

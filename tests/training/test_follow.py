@@ -12,9 +12,10 @@ import torch
 from small import make_recipe, make_store, without_draws
 
 from semel import metrics
-from semel.batch import Jagged
+from semel.batch import Jagged, RequestBatch
 from semel.comm.processes import join, spawn
 from semel.examples import build_examples, rows_to_table
+from semel.examples.predictions import read_predictions
 from semel.models import load_model
 from semel.training import Follower, Interrupted, Run, Trainer
 from semel.training.objectives import RequestObjective
@@ -149,6 +150,49 @@ def test_refusals(store, rows, tmp_path):
     (folder / "0009.parquet").write_bytes(b"not Parquet")
     with pytest.raises(ValueError, match=r"0009\.parquet"):
         Follower(recipe, folder).fit(until_idle=0)
+
+
+def with_catalogue(rows, items):
+    """The same requests, of ``items`` more candidates each that were never shown."""
+    import dataclasses
+
+    def longer(values, fill):
+        offsets = rows.candidates.offsets
+        parts = [np.concatenate([values[a:b], fill]) for a, b in pairwise(offsets.tolist())]
+        return np.concatenate(parts)
+
+    rest = np.arange(1000, 1000 + items)
+    lengths = rows.candidates.lengths + items
+    return dataclasses.replace(
+        rows, candidates=Jagged(longer(rows.candidates.values, rest), np.concatenate([[0], np.cumsum(lengths)])),
+        label={"like": longer(rows.label["like"], np.zeros(items, np.float32))},
+        label_mask={"like": longer(rows.label_mask["like"], np.zeros(items, bool))})
+
+
+def test_memory_does_not_grow_with_candidates_that_have_no_label(store, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr("semel.training.follow.SCORED_TOGETHER", 1000)
+    shown = rows.select(np.arange(20))
+    recipe = without_draws(make_recipe(store, tmp_path / "runs"))
+    alone = Follower(recipe, fill(tmp_path / "shown", shown, (0, 20))).fit(until_idle=0)
+    at_once = {True: 0, False: 0}  # the most candidates that a model was given, in training and not
+
+    def note(module, inputs):
+        if inputs and isinstance(inputs[0], RequestBatch):
+            at_once[module.training] = max(at_once[module.training], inputs[0].candidates)
+
+    add(tmp_path / "all", "0000", with_catalogue(shown, 600))
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        run = Follower(recipe, tmp_path / "all").fit(until_idle=0)
+    finally:
+        hook.remove()
+    assert at_once[True] <= recipe.batch * shown.candidates.lengths.max() < at_once[False] <= 1000
+    assert run.summary["steps"] == alone.summary["steps"] == 3
+    assert run.summary["prequential"] == pytest.approx(alone.summary["prequential"], rel=1e-6)
+    for name, value in load_model(run.path).model.state_dict().items():
+        np.testing.assert_allclose(value, load_model(alone.path).model.state_dict()[name], rtol=1e-4, atol=1e-6)
+    found = read_predictions(run.path / "predictions")  # of all, shown or not
+    assert sum(map(len, found["items"].to_pylist())) == len(shown.candidates.values) + 20 * 600
 
 
 def test_rows_without_labels_and_without_candidates_are_taken(store, rows, tmp_path):
