@@ -264,5 +264,7 @@ def _copy(starts: Any, lengths: Any, width: int, values: Any, out: Any) -> None:
     to = 0
     for i in range(len(starts)):
         start, count = starts[i] * width, lengths[i] * width
-        out[to : to + count] = values[start : start + count]
+        source, target = values[start : start + count], out[to : to + count]
+        for k in range(count):  # not slice to slice, which numba compiles for eight times as long
+            target[k] = source[k]
         to += count

@@ -1,19 +1,11 @@
 """The benchmark runs, at a size that says nothing about speed, and its contestants agree (it asserts that itself)."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--users", "12", "--mean", "60", "--requests-per-user", "20", "--last", "32", "--longest", "64",
         "--batch", "48", "--seconds", "0.01"]
 
 
-def test_it_prints_one_object_of_numbers():
-    done = subprocess.run([sys.executable, "-m", "benchmarks.late_materialization", *TINY, "--json"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=100, check=True)
-    result = json.loads(done.stdout)
+def test_it_prints_one_object_of_numbers(printed):
+    result = printed("late_materialization", *TINY)
     assert result["requests"] == 240 and set(result["tenants"]) == {"short", "middle", "long"}
     speeds = result["loader"]
     assert speeds["full, no worker"]["speed"] == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,10 @@ import pytest
 from benchmarks import sharing
 from benchmarks.sharing import interleaved, sizes_of_requests, summary, upper_rank
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.timeout(230)
-def test_it_prints_one_document() -> None:
-    out = subprocess.run([sys.executable, "-m", "benchmarks.sharing", "--quick", "--json", "--models", "own.DLRM",
-                          "own.DCNv2"], cwd=ROOT, capture_output=True, text=True, timeout=220)
-    assert out.returncode == 0, out.stderr
-    result = json.loads(out.stdout)
+def test_it_prints_one_document(printed: Callable[..., Any]) -> None:
+    result = printed("sharing", "--quick", "--models", "own.DLRM", "own.DCNv2")
     for name in ("own.DLRM", "own.DCNv2"):
         model = result["models"][name]
         assert [(row["candidates"], row["ragged"]) for row in model["rows"]] == [(1, False), (16, False), (16, True)]

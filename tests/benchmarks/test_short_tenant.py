@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.timeout(110)
-def test_a_short_tenant_reads_no_more_of_a_long_store() -> None:
-    out = subprocess.run([sys.executable, "-m", "benchmarks.short_tenant", "--users", "48", "--length", "3000",
-                          "--pointers", "2000", "--seconds", "0.1", "--json"], cwd=ROOT, capture_output=True, text=True,
-                         timeout=100)
-    assert out.returncode == 0, out.stderr
-    result = json.loads(out.stdout)
+def test_a_short_tenant_reads_no_more_of_a_long_store(printed: Callable[..., Any]) -> None:
+    result = printed("short_tenant", "--users", "48", "--length", "3000", "--pointers", "2000", "--seconds", "0.1")
     base, head, middle = result["cases"].values()
     assert base["bytes_relative"] == 1 and base["bytes"] > 0
     assert head["bytes_relative"] <= 1.1

@@ -1,5 +1,8 @@
 """The compiled loops of a compaction: rows by shard, rows by user, then their values in that order. Linear in the rows,
-except where a user's events did not arrive in order."""
+except where a user's events did not arrive in order.
+
+Values are copied one by one: for an array that is assigned to a slice numba compiles its message about lengths too,
+with all that makes strings of numbers, which takes eight times as long as the copy."""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ def number_users(keys, codes):
     for i in range(len(keys)):
         if count == len(users):
             more = np.empty(size, np.int64)
-            more[:count] = users
+            for code in range(count):
+                more[code] = users[code]
             users = more
             size <<= 1
             table = np.full(size, -1, np.int32)
@@ -85,7 +89,9 @@ def order_rows(codes, offsets, number, times, order):
         for i in range(a + 1, b):
             if times[order[i]] < times[order[i - 1]]:
                 rows = order[a:b].copy()
-                order[a:b] = rows[np.argsort(times[rows], kind="mergesort")]  # stable
+                by_time = np.argsort(times[rows], kind="mergesort")  # stable
+                for k in range(b - a):
+                    order[a + k] = rows[by_time[k]]
                 break
 
 

@@ -212,8 +212,8 @@ def _write(values, base, scale, width, starts, data):
                 word, shift = (bit >> _6 << _1) + np.uint64(i & 1), bit & _63
                 lanes[word] |= value << shift
                 lanes[word + _2] |= (value >> _1) >> (_63 - shift)
-        size = starts[block + 1] - at
-        data[at : at + size] = content[:size]
+        for i in range(starts[block + 1] - at):
+            data[at + i] = content[i]  # a slice would compile for longer
 
 
 @kernel
