@@ -67,11 +67,15 @@ class FoldedMemory:
         self._spare, self._computed = spare, 0
         self.update(Changes(memory.rows(), torch.empty(0, dtype=torch.int64)))
 
-    @torch.no_grad()
     def update(self, changes: Changes) -> None:
+        self.rows.merge(self.folded(changes))
+
+    @torch.no_grad()
+    def folded(self, changes: Changes) -> Changes:
+        """``changes`` with what the layer makes of their rows in place of these."""
         rows = changes.rows
         fused = self._fused(rows.keys, rows.vectors, torch.ones(len(rows), dtype=torch.bool))
-        self.rows.merge(Changes(Rows(rows.keys, fused, rows.step, rows.written, rows.tower), changes.gone))
+        return Changes(Rows(rows.keys, fused, rows.step, rows.written, rows.tower), changes.gone)
 
     def renew(self, items: Tensor, memory: ItemMemory) -> None:
         """Compute ``items`` [N] anew, of which ``memory`` has the rows."""

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _EVER = int(np.iinfo(np.int64).max)
 _NOBODY = uuid.uuid4().hex
 """An item that no catalogue has."""
+_SHARED = 16
+"""Changes whose vectors one table has computed and the other has not yet taken, at most."""
 
 
 def with_vectors(batch: RequestBatch, artifact: Any) -> RequestBatch:
@@ -48,8 +50,8 @@ class Folding:
     """Of one early ranker. Safe to use from several threads.
 
     One table for each memory object that is read (a subscriber has two, which change places); ``follow`` tells what was
-    written to one before requests see it. Catalogue features are followed when a request comes whose catalogue is
-    newer.
+    written to one before requests see it. What the first of two tables has computed, the second takes over. Catalogue
+    features are followed when a request comes whose catalogue is newer.
     """
 
     def __init__(self, artifact: ModelArtifact, catalogue: HistoryStore | None) -> None:
@@ -60,6 +62,7 @@ class Folding:
         layer: Any = artifact.model.item
         self._nothing = ItemMemory(1, layer.memory.dim).eval()
         self._tables: WeakKeyDictionary[ItemMemory, _Table] = WeakKeyDictionary()
+        self._shared: dict[int, _Shared] = {}
         self._lock = threading.Lock()
 
     def folded(self, batch: RequestBatch, items: np.ndarray, version: Any, memory: ItemMemory | None) -> RequestBatch:
@@ -74,6 +77,7 @@ class Folding:
         versions = np.asarray(0 if self._catalogue is None else version, np.int64)
         table = self._table(memory)
         with table.lock:
+            table.catch_up()
             table.see(int(versions.max(initial=0)))
             vectors = table.folded.read(ids)
             older = (versions != table.version) | (as_of <= table.newest)
@@ -89,12 +93,37 @@ class Folding:
             vectors[some] = part.candidate[VECTOR]
         return replace(batch, candidate={**batch.candidate, VECTOR: vectors})
 
-    def follow(self, memory: ItemMemory, changes: Sequence[Changes] | None) -> None:
-        """``memory`` has taken ``changes``, or is new (None), and is going to be read."""
-        table = self._table(memory)
+    def follow(self, memory: ItemMemory, changes: Sequence[Changes] | None, at_once: bool = True) -> None:
+        """``memory`` has taken ``changes``, or is new (None), and is going to be read; not ``at_once``: by a request
+        that may never come, which then waits for what is computed."""
+        with self._lock:
+            table = self._tables.get(memory)
+        if table is None:
+            if at_once:
+                self._table(memory)
+            return
         with table.lock:
-            for one in changes or ():
-                table.folded.update(one)
+            table.behind += changes or ()
+            if at_once:
+                table.catch_up()
+            elif sum(len(one.rows) for one in table.behind) > len(memory):  # then all anew is less work
+                with self._lock:
+                    self._tables.pop(memory, None)
+
+    def shared(self, changes: Changes, table: _Table) -> Changes:
+        """``changes`` with their vectors for ``table``, which the other table may have computed."""
+        with self._lock:
+            found = self._shared.pop(id(changes), None)
+        if found is not None and found.version == table.version:
+            table.newest = max(table.newest, found.newest)
+            table.ahead = np.union1d(table.ahead, found.ahead)
+            return found.vectors
+        vectors = table.folded.folded(changes)
+        with self._lock:
+            self._shared[id(changes)] = _Shared(changes, table.version, table.newest, table.ahead, vectors)
+            while len(self._shared) > _SHARED:
+                self._shared.pop(next(iter(self._shared)))
+        return vectors
 
     def _table(self, memory: ItemMemory) -> _Table:
         with self._lock:
@@ -108,16 +137,29 @@ class Folding:
         return catalogue_features(items, as_of, version, self._catalogue, self.artifact.features)
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """``vectors`` of ``changes`` by features of ``version``; ``newest`` and ``ahead`` as of ``_Table``."""
+
+    changes: Changes  # held, so that no other ones get their id
+    version: int
+    newest: int
+    ahead: np.ndarray
+    vectors: Changes
+
+
 class _Table:
     """The vectors of what one memory object holds, by catalogue features of ``version``, to be used under ``lock``.
 
     ``newest``: the time of the newest features that were read; a request as of that time, or before, sees others.
-    ``ahead`` [N]: items with features of a time that had not come yet."""
+    ``ahead`` [N]: items with features of a time that had not come yet. ``behind``: what the memory has taken and the
+    vectors have not."""
 
     def __init__(self, folding: Folding, memory: ItemMemory) -> None:
         self.lock = threading.Lock()
         self._folding, self._catalogue, self._artifact = folding, folding._catalogue, folding.artifact
         self._memory = memory
+        self.behind: list[Changes] = []
         self.version = 0 if self._catalogue is None else self._catalogue.version
         self._expired = self._expired_now()
         self._build()
@@ -135,6 +177,11 @@ class _Table:
         self._names()
         layer: Any = self._artifact.model.item
         self.folded: FoldedMemory = FoldedMemory(layer, self._memory, self._always_on)
+
+    def catch_up(self) -> None:
+        for one in self.behind:
+            self.folded.rows.merge(self._folding.shared(one, self))
+        self.behind = []
 
     def _names(self) -> None:
         """The raw ids of items, where they are not their stable ids."""

@@ -31,7 +31,8 @@ class ItemSide:
 
     def __init__(self, catalogue: HistoryStore | None, memory: DeltaSubscriber | None, share: bool) -> None:
         self._catalogue, self._memory, self._share = catalogue, memory, share
-        self._foldings: dict[str, Folding] = {}
+        self._foldings: dict[str, Folding] = {}  # the last that was asked for is the last
+        self._asked: set[str] = set()  # since rows came
         self._lock = threading.Lock()
         if memory is not None:
             memory.on_new = self._follow
@@ -66,15 +67,18 @@ class ItemSide:
 
     def _folding(self, artifact: ModelArtifact) -> Folding:
         with self._lock:
-            if artifact.version not in self._foldings:
-                self._foldings[artifact.version] = Folding(artifact, self._catalogue)
-                for old in list(self._foldings)[:-_KEPT]:
-                    del self._foldings[old]
-            return self._foldings[artifact.version]
+            folding = self._foldings.pop(artifact.version, None) or Folding(artifact, self._catalogue)
+            self._foldings[artifact.version] = folding
+            self._asked.add(artifact.version)
+            for old in list(self._foldings)[:-_KEPT]:
+                del self._foldings[old]
+            return folding
 
     def _follow(self, memory: ItemMemory, changes: Sequence[Changes] | None) -> None:
-        """``memory`` has taken ``changes`` and is going to be read."""
+        """``memory`` has taken ``changes`` and is going to be read. Models that nobody asks meanwhile follow when they
+        are asked again: each would hold up the rows of all."""
         with self._lock:
-            foldings = list(self._foldings.values())
-        for folding in foldings:
-            folding.follow(memory, changes)
+            foldings, asked = dict(self._foldings), self._asked | set(list(self._foldings)[-1:])
+            self._asked = set()
+        for version, folding in foldings.items():
+            folding.follow(memory, changes, at_once=version in asked)

@@ -52,7 +52,7 @@ def test_vectors_are_what_would_be_computed(tmp_path, strings, seed):
     artifact, memory = load_model(tmp_path / "run"), ItemMemory(60, 8)
     publisher, reader = DeltaPublisher(memory, tmp_path / "log", snapshot_every=4), DeltaSubscriber(tmp_path / "log")
     folding = Folding(artifact, catalogue)
-    reader.on_new = folding.follow
+    reader.on_new = lambda *new: folding.follow(*new, at_once=random.random() < 0.5)
     versions, others = [catalogue.version], 0
     for _ in range(40):
         what = random.integers(0, 6)
@@ -90,6 +90,37 @@ def test_vectors_are_what_would_be_computed(tmp_path, strings, seed):
     assert others > 0 and reader.position.sequence > 0
     store.close()
     catalogue.close()
+
+
+def test_a_change_is_computed_once_for_both_tables_and_not_for_a_model_that_nobody_asks(tmp_path, monkeypatch):
+    import semel.memory.folded
+
+    for store in make_store(tmp_path / "store"):
+        store.close()
+    run, memory, computed = tmp_path / "run", ItemMemory(100, 8), []
+    save_early_ranker(run)
+    memory.write(np.arange(30), torch.randn(30, 8))
+    publisher, fold = DeltaPublisher(memory, run / "memory"), semel.memory.folded.fold
+    monkeypatch.setattr(semel.memory.folded, "fold", lambda *given: computed.append(len(given[-1])) or fold(*given))
+
+    def publish(predictor, counts):
+        for count in counts:
+            memory.write(np.arange(count), torch.randn(count, 8))
+            publisher.flush()
+            eventually(lambda: predictor.memory.position.sequence == publisher.sequence)
+            predictor.rank(1, list(range(20)))
+
+    with Predictor.load(run, tmp_path / "store", mode="a") as predictor:
+        publish(predictor, [1, 1, 1])  # both tables are there
+        computed.clear()
+        publish(predictor, [5, 3, 7, 2])
+        assert sum(computed) == 5 + 3 + 7 + 2
+        save_early_ranker(run, seed=1)
+        eventually(lambda: predictor.model_version == load_model(run).version)
+        publish(predictor, [1, 1, 1])
+        computed.clear()
+        publish(predictor, [5, 3, 7, 2])
+        assert sum(computed) == 5 + 3 + 7 + 2
 
 
 def test_a_candidate_that_was_seen_costs_no_read_and_no_computation(tmp_path, monkeypatch):
