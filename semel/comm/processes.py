@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import multiprocessing
 import os
@@ -86,7 +87,16 @@ def _set_up(address: str, world: World, timeout_s: float) -> None:
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=address, rank=world.rank,
                             world_size=world.world_size, timeout=datetime.timedelta(seconds=timeout_s))
+    atexit.register(_part)
     _world = world
+
+
+def _part() -> None:
+    """Threads of groups that are still there when Python ends would abort the process, one time in two."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def spawn(function: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
